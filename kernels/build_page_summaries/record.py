@@ -1,0 +1,152 @@
+"""The packed summary record: its layout, and packing and unpacking in torch.
+
+One record describes one (page, KV head). Sections follow each other without gaps; the record is padded to 64 bytes so
+that a GPU reads it in whole sectors:
+
+    basis        uint8 [R, D/2]   int4, offset binary (value + 8); byte j of a column holds dims j (low) and j + D/2 (high)
+    basis scale  bf16  [R]        one a column
+    coef         int8  [P, R]
+    coef scale   bf16  [P]        one a token
+    mean         int8  [D]        key mean less the layer's centre
+    mean scale   bf16  [1]
+    value mean   int8  [Dv]       only with `value_mean`
+    value scale  bf16  [1]        only with `value_mean`
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..common import PAGE_SIZE, require
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Byte offsets of the sections of one packed record.
+
+    Args:
+        head_dim: D, even.
+        v_head_dim: Dv.
+        rank: R, 1 to min(15, D): a centred page of 16 tokens has rank 15 at most.
+        value_mean: whether the record ends with the value mean, which the tail correction needs.
+    """
+
+    head_dim: int
+    v_head_dim: int
+    rank: int
+    value_mean: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.head_dim % 2 == 0, f"head_dim must be even to pack int4 pairs, got {self.head_dim}")
+        limit = min(PAGE_SIZE - 1, self.head_dim)
+        require(1 <= self.rank <= limit, f"rank must be 1 to {limit} (min(P - 1, D)), got {self.rank}")
+
+    @cached_property
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Offset and length in bytes of every section, in order."""
+        sizes = {
+            "basis": self.rank * self.head_dim // 2,
+            "basis_scale": 2 * self.rank,
+            "coef": PAGE_SIZE * self.rank,
+            "coef_scale": 2 * PAGE_SIZE,
+            "mean": self.head_dim,
+            "mean_scale": 2,
+        }
+        if self.value_mean:
+            sizes |= {"value_mean": self.v_head_dim, "value_scale": 2}
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = (at, size)
+            at += size
+        return offsets
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Bytes of one record, padding included."""
+        used = sum(size for _, size in self.sections.values())
+        return -(-used // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class PageFactors:
+    """Summaries of some pages as fp32 tensors, with any leading shape [...].
+
+    mean [..., D] is relative to the layer's centre; basis [..., D, R]; coef [..., P, R]; value_mean [..., Dv] or None.
+    """
+
+    mean: torch.Tensor
+    basis: torch.Tensor
+    coef: torch.Tensor
+    value_mean: torch.Tensor | None
+
+
+def quantize(x: torch.Tensor, dim: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric rounding along `dim` with one bf16 scale.
+
+    Returns integers in [-levels, levels] as fp32, shaped like x, and the bf16 scale with `dim` reduced. The scale is
+    rounded to bf16 before the division, so that what is stored is what was divided by. A scale of 0 gives zeros;
+    a slice with a NaN or an Inf gives a NaN scale, which marks the estimate of that page alone as unusable.
+    """
+    scale = (x.abs().amax(dim, keepdim=True) / levels).to(torch.bfloat16)
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
+    finite = torch.isfinite(scale)
+    q = torch.where(finite, (x / divisor).round().clamp(-levels, levels), 0.0).nan_to_num(0.0)
+    nan = torch.full_like(scale, float("nan"))
+    return q, torch.where(finite, scale, nan).squeeze(dim)
+
+
+def _bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """A bf16 or int8 tensor [..., n] as uint8 [..., bytes]."""
+    return x.contiguous().view(torch.uint8)
+
+
+def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
+    """Quantise factors with leading shape [...] into uint8 [..., record_bytes]."""
+    half = layout.head_dim // 2
+    basis, basis_scale = quantize(factors.basis.transpose(-1, -2), -1, 7)
+    nibbles = (basis + 8).to(torch.uint8)
+    coef, coef_scale = quantize(factors.coef, -1, 127)
+    mean, mean_scale = quantize(factors.mean, -1, 127)
+    parts = {
+        "basis": (nibbles[..., :half] | (nibbles[..., half:] << 4)).flatten(-2),
+        "basis_scale": _bytes_of(basis_scale),
+        "coef": _bytes_of(coef.to(torch.int8)).flatten(-2),
+        "coef_scale": _bytes_of(coef_scale),
+        "mean": _bytes_of(mean.to(torch.int8)),
+        "mean_scale": _bytes_of(mean_scale.unsqueeze(-1)),
+    }
+    if layout.value_mean:
+        require(factors.value_mean is not None, "the layout stores a value mean but none was given")
+        value, value_scale = quantize(factors.value_mean, -1, 127)  # type: ignore[arg-type]
+        parts |= {"value_mean": _bytes_of(value.to(torch.int8)), "value_scale": _bytes_of(value_scale.unsqueeze(-1))}
+    lead = factors.mean.shape[:-1]
+    record = torch.zeros(*lead, layout.record_bytes, dtype=torch.uint8, device=factors.mean.device)
+    for name, (offset, size) in layout.sections.items():
+        record[..., offset : offset + size] = parts[name]
+    return record
+
+
+def unpack(record: torch.Tensor, layout: RecordLayout) -> PageFactors:
+    """fp32 factors [...] of packed records uint8 [..., record_bytes]."""
+
+    def section(name: str) -> torch.Tensor:
+        offset, size = layout.sections[name]
+        return record[..., offset : offset + size].contiguous()
+
+    def bf16(name: str) -> torch.Tensor:
+        return section(name).view(torch.bfloat16).float()
+
+    def int8(name: str) -> torch.Tensor:
+        return section(name).view(torch.int8).float()
+
+    lead = record.shape[:-1]
+    packed = section("basis").view(*lead, layout.rank, layout.head_dim // 2)
+    columns = torch.cat((packed & 15, packed >> 4), -1).float() - 8.0
+    basis = (columns * bf16("basis_scale").unsqueeze(-1)).transpose(-1, -2)
+    coef = int8("coef").view(*lead, PAGE_SIZE, layout.rank) * bf16("coef_scale").unsqueeze(-1)
+    mean = int8("mean") * bf16("mean_scale")
+    value_mean = int8("value_mean") * bf16("value_scale") if layout.value_mean else None
+    return PageFactors(mean, basis, coef, value_mean)

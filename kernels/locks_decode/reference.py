@@ -1,0 +1,99 @@
+"""Reference of one whole decode step: scan, select, attend, tail correction."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..build_page_summaries import PageSummaries
+from ..common import PAGE_SIZE
+from ..page_lse import PageScores, page_scores
+from ..select_pages import select_pages
+from ..sparse_decode import attend
+
+
+class DecodeStep(NamedTuple):
+    """Output fp32 [B, Hq, Dv] of a step, and what it chose: pages int32 [B, H, S], counts int32 [B], scores."""
+
+    out: torch.Tensor
+    pages: torch.Tensor
+    counts: torch.Tensor
+    scores: PageScores
+
+
+def step(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    s: PageSummaries,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    *,
+    budget_pages: int,
+    sink_pages: int,
+    recent_pages: int,
+    combine: str,
+    tail_correction: str,
+    logit_cap: float,
+    k_scale: float,
+    v_scale: float,
+) -> DecodeStep:
+    """As `locks_decode`, with the settings one by one."""
+    num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).to(torch.int32)
+    scores = page_scores(
+        q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction
+    )
+    pages, counts = select_pages(
+        scores.lse, num_pages, budget_pages, sink_pages, recent_pages, num_kv_heads=s.num_kv_heads, combine=combine
+    )
+    out, lse = attend(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        pages,
+        counts,
+        seq_lens,
+        sm_scale,
+        logit_cap=logit_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    if scores.tail is not None and scores.value_mean is not None:
+        out = merge_tail(out, lse, pages, scores.tail, scores.value_mean)
+    return DecodeStep(out, pages, counts, scores)
+
+
+def merge_tail(
+    out: torch.Tensor, lse: torch.Tensor, pages: torch.Tensor, tail: torch.Tensor, value_mean: torch.Tensor
+) -> torch.Tensor:
+    """Merge the estimated contribution of the pages that were not read.
+
+    Args:
+        out: fp32 [B, Hq, Dv], exact attention over the selected pages.
+        lse: fp32 [B, Hq], its natural log-sum-exp.
+        pages: int32 [B, H, S], the selected logical pages, -1 padded.
+        tail: fp32 [B, Hq, N], natural log of each page's tail weight; -inf where it has none.
+        value_mean: fp32 [B, N, H, Dv].
+
+    Returns:
+        fp32 [B, Hq, Dv]: (A out + sum_unselected w vbar) / (A + sum_unselected w) with A = exp(lse).
+    """
+    batch, heads, n = tail.shape
+    kv_heads = pages.shape[1]
+    hit = torch.zeros(batch, kv_heads, n + 1, dtype=torch.bool, device=tail.device)
+    hit.scatter_(2, torch.where(pages < 0, n, pages).long(), True)
+    grouped = tail.view(batch, kv_heads, heads // kv_heads, n)
+    grouped = grouped.masked_fill(hit[:, :, None, :n], -torch.inf)
+    exact = lse.view(batch, kv_heads, -1, 1)
+    # Everything is taken relative to the larger of the two parts, so that neither overflows.
+    peak = torch.maximum(grouped.amax(-1, keepdim=True), exact)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weight = torch.exp(grouped - peak)
+    share = torch.exp(exact - peak)
+    # A page without weight may have no usable value mean (NaN values): keep it out of the sum.
+    values = value_mean.permute(0, 2, 1, 3)
+    values = torch.where(torch.isfinite(values), values, 0.0)
+    total = (share + weight.sum(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
+    merged = (share * out.view(batch, kv_heads, heads // kv_heads, -1) + weight @ values) / total
+    return merged.reshape(out.shape)

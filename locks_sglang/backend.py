@@ -1,0 +1,233 @@
+"""`LocksAttnBackend`: dense prefill by an inner backend, sparse decode by page summaries."""
+
+import logging
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from .config import LoadedConfig, LocksConfig, load_config
+from .counters import Counters
+from .kernels.common import PAGE_SIZE
+from .kernels.locks_decode import locks_decode
+from .plan import DecodePlan, ExtendPlan, plan_decode, plan_extend
+from .summary_pool import SummaryPool
+from .support import DENSE_BACKENDS, check_arguments, check_layer, check_model, check_version
+
+logger = logging.getLogger(__name__)
+
+
+def create_backend(runner: Any) -> "LocksAttnBackend":
+    """Check the configuration, the version, the arguments and the model, and build the backend.
+
+    Args:
+        runner: SGLang's `ModelRunner`, its KV pool allocated.
+
+    Raises:
+        ConfigError: a bad setting. UnsupportedError: a version, flag or model that `locks` refuses.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    loaded = load_config()
+    check_version(version("sglang"))
+    check_arguments(resolved_view(runner.server_args))
+    check_model(runner)
+    name = dense_backend_name(runner, loaded.config)
+    dense = ATTENTION_BACKENDS[name](runner)
+    backend = LocksAttnBackend(runner, loaded.config, dense)
+    _log_start(loaded, name, backend.summaries)
+    return backend
+
+
+def dense_backend_name(runner: Any, config: LocksConfig) -> str:
+    """Name of the inner backend: the configured one, or what SGLang picks for this model when none is named."""
+    if config.dense_backend != "auto":
+        return config.dense_backend
+    if runner.device == "cpu":
+        return "torch_native"
+    args = runner.server_args
+    if hasattr(args, "_get_default_attn_backend"):
+        name = args._get_default_attn_backend(False, runner.model_config)
+    else:
+        from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        name = get_default_attn_backend(resolved_view(args), False, runner.model_config)
+    if name in DENSE_BACKENDS:
+        return str(name)
+    logger.warning("locks: SGLang's default backend %s cannot be composed; prefill runs on flashinfer", name)
+    return "flashinfer"
+
+
+def _log_start(loaded: LoadedConfig, dense: str, summaries: SummaryPool) -> None:
+    size = summaries.record.numel() / 2**30
+    logger.info(loaded.describe())
+    logger.info(
+        "locks: prefill on %s; summaries of %d pages x %d layers, %.3f GiB (%d bytes a page)",
+        dense,
+        summaries.num_pages,
+        summaries.num_layers,
+        size,
+        summaries.bytes_per_page,
+    )
+
+
+class LocksAttnBackend(AttentionBackend):
+    """SGLang attention backend.
+
+    Prefill, extend and mixed batches run on `dense`, and every page that such a step fills is summarised after each
+    layer's attention. Decode batches store the new token, summarise the pages that it completes, and run `locks_decode`.
+
+    Args:
+        runner: SGLang's `ModelRunner`.
+        config: settings.
+        dense: the inner backend, built on the same runner.
+    """
+
+    def __init__(self, runner: Any, config: LocksConfig, dense: AttentionBackend) -> None:
+        super().__init__()
+        self.config = config
+        self.dense = dense
+        self.kv_pool = runner.token_to_kv_pool
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.summaries = SummaryPool.attach(self.kv_pool, config)
+        self.counters = self.summaries.counters
+        self.needs_cpu_seq_lens = True
+        self._decode: DecodePlan | None = None
+        self._extend: ExtendPlan | None = None
+        # Requests of the last extend step and the tokens they had after it: a request that comes back with exactly that
+        # prefix continues its own prefill, any other starts from the radix cache.
+        self._extending: dict[str, int] = {}
+
+    # --- planning -----------------------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Plan one step. Runs on the forward stream before the first layer."""
+        mode = forward_batch.forward_mode
+        self._decode = self._extend = None
+        if mode.is_idle():
+            return
+        self.counters.rebuilt += self.summaries.rebuild_dirty()
+        if mode.is_decode():
+            self._plan_decode(forward_batch)
+        else:
+            self.dense.init_forward_metadata(forward_batch)
+            self._plan_extend(forward_batch)
+
+    def _plan_decode(self, batch: Any) -> None:
+        lengths = batch.seq_lens_cpu.tolist()
+        plan = plan_decode(
+            self.req_to_token, batch.req_pool_indices, batch.seq_lens, lengths, self.config.min_context_tokens
+        )
+        self.summaries.first_write(plan.first_written)
+        self.counters.decode_steps += 1
+        if plan.dense:
+            self.dense.init_forward_metadata(batch)
+            self.counters.dense_rows["short"] += len(lengths)
+        else:
+            held = [-(-length // PAGE_SIZE) for length in lengths]
+            self.counters.sparse_rows += len(lengths)
+            self.counters.pages_held += sum(held)
+            self.counters.pages_read += sum(min(pages, self.config.budget_pages) for pages in held)
+        self._decode = plan
+
+    def _plan_extend(self, batch: Any) -> None:
+        prefixes, extends = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu)
+        requests = batch.rids or [""] * len(prefixes)
+        decoding = self.counters.mixed_decode_requests if batch.forward_mode.is_mixed() else frozenset()
+        prefilling = [i for i, request in enumerate(requests) if request not in decoding]
+        fresh = [i for i in prefilling if self._extending.get(requests[i]) != prefixes[i]]
+        plan = plan_extend(self.req_to_token, batch.req_pool_indices, prefixes, extends, fresh)
+        self.summaries.first_write(plan.first_written)
+        self.summaries.count_reuse(plan.reused)
+        self.counters.reused += plan.reused.numel()
+        if len(prefilling) < len(requests):
+            self.counters.dense_rows["mixed"] += len(requests) - len(prefilling)
+        self._extending = {requests[i]: prefixes[i] + extends[i] for i in prefilling}
+        self._extend = plan
+
+    # --- layers -------------------------------------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Dense attention of one layer, then the summaries of the pages that the step fills."""
+        check_layer(layer, kwargs.get("sinks"))
+        out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        assert self._extend is not None  # SGLang plans every step before its layers run
+        self._build(layer.layer_id, self._extend.filled)
+        return out
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer of a decode step.
+
+        Args:
+            q: [B, Hq * D]; k, v: [B, H * D] and [B, H * Dv], or [B, H, D]; None where already stored.
+
+        Returns:
+            [B, Hq * Dv] in q's dtype.
+        """
+        check_layer(layer, kwargs.get("sinks"))
+        plan = self._decode
+        assert plan is not None
+        if plan.dense:
+            out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+            self._build(layer.layer_id, plan.filled)
+            return out
+        if save_kv_cache and k is not None:
+            self.kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        self._build(layer.layer_id, plan.filled)
+        summaries = self.summaries.layer(layer.layer_id)
+        self._count_invalid(plan, summaries.valid)
+        out = locks_decode(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self.kv_pool.get_key_buffer(layer.layer_id),
+            self.kv_pool.get_value_buffer(layer.layer_id),
+            summaries,
+            plan.page_table,
+            plan.seq_lens,
+            layer.scaling,
+            self.config,
+            logit_cap=float(layer.logit_cap or 0.0),
+        )
+        return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+
+    def _build(self, layer_id: int, pages: torch.Tensor) -> None:
+        self.summaries.build(layer_id, pages)
+        self.counters.built[layer_id] += pages.numel()
+
+    def _count_invalid(self, plan: DecodePlan, valid: torch.Tensor) -> None:
+        """Count complete pages that this scan meets without a valid summary."""
+        column = torch.arange(plan.page_table.shape[1], device=valid.device)
+        complete = column < (plan.seq_lens // PAGE_SIZE).unsqueeze(1)
+        physical = torch.where(complete, plan.page_table.long(), 0)
+        assert self.counters.invalid_pages is not None
+        self.counters.invalid_pages += (complete & ~valid[physical]).sum()
+
+    # --- CUDA graphs --------------------------------------------------------------------------------------------------
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of padded rows."""
+        return 1
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may use its Triton helpers around this backend: as its inner backend says."""
+        return self.dense.support_triton()

@@ -1,0 +1,248 @@
+"""Settings of the backend: one frozen object, read once, identical in every process.
+
+A setting comes from a command-line flag, from a `LOCKS_*` variable, from the file that `--locks-config` or
+`LOCKS_CONFIG` names (TOML or JSON), or from its default, in this order. `configure()` stands where a flag would for
+programs without a command line (`sgl.Engine`).
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PAGE_SIZE = 16
+PREFIX = "LOCKS_"
+FILE_VARIABLE = "LOCKS_CONFIG"
+FLAGS_VARIABLE = "LOCKS_COMMAND_LINE"
+"""Internal: carries what flags and `configure()` set, as JSON, into the processes that SGLang spawns."""
+
+COMBINES = ("mass", "peak", "max")
+TAIL_CORRECTIONS = ("qmu", "flat", "off")
+DENSE_BACKENDS = ("auto", "flashinfer", "fa3", "triton", "torch_native")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used: names the setting, its source, the value and what is allowed."""
+
+
+def _setting(default: Any, allowed: str, help_text: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed, "help": help_text})
+
+
+@dataclass(frozen=True)
+class LocksConfig:
+    """Validated settings of the `locks` attention backend.
+
+    Raises:
+        ConfigError: a value of the wrong type or outside its range.
+    """
+
+    rank: int = _setting(8, "1 to 15", "rank of a page summary (GPU kernels: 2, 4 or 8)")
+    budget_tokens: int = _setting(
+        2048, "a multiple of 16, at least 16 * (sink_pages + recent_pages + 1)", "tokens each KV head reads per step"
+    )
+    sink_pages: int = _setting(1, "0 to 1024", "first pages that are always read (16 tokens each), inside the budget")
+    recent_pages: int = _setting(1, "1 to 1024", "last pages that are always read, inside the budget")
+    combine: str = _setting("mass", ", ".join(COMBINES), "how the query heads of a KV head vote for pages")
+    tail_correction: str = _setting("qmu", ", ".join(TAIL_CORRECTIONS), "estimate of the pages that are not read")
+    min_context_tokens: int = _setting(
+        0, "0 (never) or more", "decode dense while every request of a batch is shorter than this"
+    )
+    dense_backend: str = _setting(
+        "auto", ", ".join(DENSE_BACKENDS), "backend for prefill; auto is what SGLang would have picked without locks"
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            self._check_type(spec)
+        self._check("rank", 1 <= self.rank <= PAGE_SIZE - 1)
+        self._check("sink_pages", 0 <= self.sink_pages <= 1024)
+        self._check("recent_pages", 1 <= self.recent_pages <= 1024)
+        least = PAGE_SIZE * (self.sink_pages + self.recent_pages + 1)
+        if self.budget_tokens % PAGE_SIZE or self.budget_tokens < least:
+            lower = max(least, self.budget_tokens // PAGE_SIZE * PAGE_SIZE)
+            raise ConfigError(
+                f"budget_tokens = {self.budget_tokens} is not allowed: it must be a multiple of {PAGE_SIZE} and at least "
+                f"{least} = {PAGE_SIZE} * (sink_pages + recent_pages + 1); nearest valid value {lower}"
+            )
+        self._check("combine", self.combine in COMBINES)
+        self._check("tail_correction", self.tail_correction in TAIL_CORRECTIONS)
+        self._check("min_context_tokens", self.min_context_tokens >= 0)
+        self._check("dense_backend", self.dense_backend in DENSE_BACKENDS)
+
+    def _check_type(self, spec: dataclasses.Field) -> None:
+        value = getattr(self, spec.name)
+        wanted = int if spec.type in (int, "int") else str
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ConfigError(
+                f"{spec.name} = {value!r} is not allowed: it must be {'a whole number' if wanted is int else 'a name'}: "
+                f"{spec.metadata['allowed']}"
+            )
+
+    def _check(self, name: str, good: bool) -> None:
+        if good:
+            return
+        value, allowed = getattr(self, name), self.__dataclass_fields__[name].metadata["allowed"]
+        hint = _nearest(value, allowed.split(", ")) if isinstance(value, str) else ""
+        raise ConfigError(f"{name} = {value!r} is not allowed: it must be {allowed}{hint}")
+
+    @property
+    def budget_pages(self) -> int:
+        """Budget in 16-token pages."""
+        return self.budget_tokens // PAGE_SIZE
+
+    @property
+    def value_mean(self) -> bool:
+        """Whether summaries must hold value means."""
+        return self.tail_correction != "off"
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits that are equal exactly when all settings are."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A configuration and where each setting came from ("flag", "variable", "file" or "default")."""
+
+    config: LocksConfig
+    sources: Mapping[str, str]
+
+    def describe(self) -> str:
+        """One line for the log: every setting with its source, and the digest."""
+        values = ", ".join(f"{k}={v} ({self.sources[k]})" for k, v in dataclasses.asdict(self.config).items())
+        return f"locks config {self.config.digest}: {values}"
+
+
+NAMES = tuple(spec.name for spec in dataclasses.fields(LocksConfig))
+
+
+def variable_name(name: str) -> str:
+    """`LOCKS_*` variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def flag_name(name: str) -> str:
+    """Command-line flag of a setting."""
+    return "--locks-" + name.replace("_", "-")
+
+
+def _nearest(name: str, candidates: Any) -> str:
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _parse(name: str, value: Any, where: str) -> Any:
+    """Turn the text of a flag or variable into the setting's type; values of files come typed already."""
+    if not isinstance(value, str) or LocksConfig.__dataclass_fields__[name].type not in (int, "int"):
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        allowed = LocksConfig.__dataclass_fields__[name].metadata["allowed"]
+        raise ConfigError(f"{where} = {value!r} is not a whole number; allowed: {allowed}") from None
+
+
+def _known(keys: Any, where: str) -> None:
+    for key in keys:
+        if key not in NAMES:
+            raise ConfigError(f"{where}: unknown setting {key!r}{_nearest(key, NAMES)}; known: {', '.join(NAMES)}")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Settings of a TOML or JSON file (by its ending); a nested table named `locks` is accepted."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from None
+    if file.suffix not in (".toml", ".json"):
+        raise ConfigError(f"the configuration file {path} must end in .toml or .json")
+    try:
+        data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the configuration file {path} is not valid {file.suffix[1:].upper()}: {error}") from None
+    data = data.get("locks", data) if isinstance(data, dict) else data
+    if not isinstance(data, dict):
+        raise ConfigError(f"the configuration file {path} must hold a table of settings")
+    _known(data, f"configuration file {path}")
+    return data
+
+
+def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    known = {variable_name(name): name for name in NAMES}
+    found = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX) or variable in (FILE_VARIABLE, FLAGS_VARIABLE):
+            continue
+        if variable not in known:
+            raise ConfigError(
+                f"unknown variable {variable}{_nearest(variable, known)}; known: {', '.join([*known, FILE_VARIABLE])}"
+            )
+        found[known[variable]] = value
+    return found
+
+
+def load_config(environ: Mapping[str, str] | None = None) -> LoadedConfig:
+    """Read every source and validate.
+
+    Args:
+        environ: the variables to read; `os.environ` when None.
+
+    Raises:
+        ConfigError: unknown names, unreadable files, bad values.
+    """
+    environ = os.environ if environ is None else environ
+    flags = json.loads(environ.get(FLAGS_VARIABLE, "{}"))
+    path = flags.pop("config", None) or environ.get(FILE_VARIABLE)
+    layers: list[tuple[str, dict[str, Any]]] = [("file", read_file(path) if path else {})]
+    layers += [("variable", _read_variables(environ)), ("flag", flags)]
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(NAMES, "default")
+    labels: dict[str, str] = {}
+    for source, settings in layers:
+        for name, value in settings.items():
+            labels[name] = {"file": f"{name} in {path}", "variable": variable_name(name), "flag": flag_name(name)}[source]
+            values[name] = _parse(name, value, labels[name])
+            sources[name] = source
+    try:
+        return LoadedConfig(LocksConfig(**values), sources)
+    except ConfigError as error:
+        given = "; ".join(f"{labels[name]} = {value!r}" for name, value in values.items())
+        raise ConfigError(f"{error} (given: {given})") from None
+
+
+def store_flag(name: str, value: Any) -> None:
+    """Record what a flag (or `configure`) set, for this process and those it spawns. `name` may be "config"."""
+    flags = json.loads(os.environ.get(FLAGS_VARIABLE, "{}"))
+    flags[name] = value
+    os.environ[FLAGS_VARIABLE] = json.dumps(flags)
+
+
+def configure(**settings: Any) -> LocksConfig:
+    """Set what flags would set, before `sgl.Engine(attention_backend="locks")`. A later call adds to an earlier one.
+
+    Args:
+        settings: fields of `LocksConfig`, or `config="file.toml"`.
+
+    Returns:
+        The resulting configuration.
+
+    Raises:
+        ConfigError: an unknown name or a bad value; nothing is changed then.
+    """
+    _known([name for name in settings if name != "config"], "configure()")
+    environ = dict(os.environ)
+    flags = json.loads(environ.get(FLAGS_VARIABLE, "{}")) | settings
+    environ[FLAGS_VARIABLE] = json.dumps(flags)
+    config = load_config(environ).config
+    os.environ[FLAGS_VARIABLE] = environ[FLAGS_VARIABLE]
+    return config

@@ -1,0 +1,140 @@
+"""The summary pool: one packed record per (layer, physical 16-token page, KV head), beside SGLang's KV pool.
+
+It never owns a page. A page is `slot // 16`; whoever owns the slots (a radix node, a running request) owns the records.
+That is why a prefix hit, a node split, a freed duplicate or an eviction needs no work here.
+"""
+
+import torch
+
+from .config import LocksConfig
+from .counters import Counters
+from .kernels.build_page_summaries import PageSummaries, RecordLayout, pack, page_factors
+from .kernels.common import PAGE_SIZE, token_slots
+
+POOL_ATTRIBUTE = "_locks_summary_pool"
+
+
+class SummaryPool:
+    """Summaries of every page of a KV pool, all layers of this rank.
+
+    Args:
+        kv_pool: SGLang's `MHATokenToKVPool` (token-major buffers [slots, H, D]).
+        config: settings.
+
+    Attributes:
+        record: uint8 [L, N, H, record_bytes]; N counts the padding page 0.
+        valid: bool [L, N]. Cleared by the step that writes a page's first token, set by the build. Freed pages keep their
+            flag: they are nobody's, and the next owner's first write clears it.
+        center: fp32 [L, H, D], mean key of the first pages that the layer built; fixed from then on.
+        builds, reuses: int32 [N]: builds of the page since its first token was written, and requests that started with
+            the page in their cached prefix since then.
+        counters: what the backends on this pool did.
+    """
+
+    def __init__(self, kv_pool: object, config: LocksConfig) -> None:
+        self.kv_pool = kv_pool
+        self.config = config
+        self.first_layer = int(kv_pool.start_layer)  # type: ignore[attr-defined]
+        self.num_layers = int(kv_pool.layer_num)  # type: ignore[attr-defined]
+        keys, values = self._buffers(self.first_layer)
+        heads, dim = keys.shape[1:]
+        self.layout = RecordLayout(dim, values.shape[2], config.rank, config.value_mean)
+        self.num_pages = keys.shape[0] // PAGE_SIZE
+        device = keys.device
+        shape = (self.num_layers, self.num_pages, heads, self.layout.record_bytes)
+        self.record = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.valid = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        self.center = torch.zeros(self.num_layers, heads, dim, device=device)
+        self.builds = torch.zeros(self.num_pages, dtype=torch.int32, device=device)
+        self.reuses = torch.zeros_like(self.builds)
+        self.counters = Counters(invalid_pages=torch.zeros(1, dtype=torch.int64, device=device))
+        self._centred = [False] * self.num_layers
+        self._dirty: set[int] = set()
+        self._layers = [
+            PageSummaries(self.layout, self.valid[i], self.center[i], record=self.record[i])
+            for i in range(self.num_layers)
+        ]
+
+    @classmethod
+    def attached(cls, kv_pool: object) -> "SummaryPool | None":
+        """The summary pool of a KV pool, if it has one."""
+        return getattr(kv_pool, POOL_ATTRIBUTE, None)
+
+    @classmethod
+    def attach(cls, kv_pool: object, config: LocksConfig) -> "SummaryPool":
+        """Get or make the summary pool of a KV pool: several backend instances share one."""
+        pool = cls.attached(kv_pool)
+        if pool is None:
+            pool = cls(kv_pool, config)
+            setattr(kv_pool, POOL_ATTRIBUTE, pool)
+        return pool
+
+    def _buffers(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [slots, H, D] and values [slots, H, Dv]; waits for a HiCache load of this layer that is under way."""
+        pool = self.kv_pool
+        return pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)  # type: ignore[attr-defined]
+
+    @property
+    def layer_ids(self) -> range:
+        """Model layers that this rank holds."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Record bytes of one page, all layers and heads."""
+        return self.num_layers * self._layers[0].bytes_per_page
+
+    def layer(self, layer_id: int) -> PageSummaries:
+        """Summaries of one model layer (views, no copy)."""
+        return self._layers[layer_id - self.first_layer]
+
+    def first_write(self, pages: torch.Tensor) -> None:
+        """Physical pages int64 [n] whose first token this step writes: what they held describes nothing any more."""
+        self.valid[:, pages] = False
+        self.builds[pages] = 0
+        self.reuses[pages] = 0
+
+    def count_reuse(self, pages: torch.Tensor) -> None:
+        """A request starts with these physical pages int64 [n] in its cached prefix; a page may appear more than once."""
+        self.reuses.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int32))
+
+    def build(self, layer_id: int, pages: torch.Tensor) -> None:
+        """Summarise complete physical pages int64 [n] of one layer from the keys in the KV pool.
+
+        Keys are read back from the pool, not taken from the layer's arguments: rotary embedding and storing may be fused
+        upstream, and an fp8 pool rounds what it stores.
+        """
+        if pages.numel() == 0:
+            return
+        index = layer_id - self.first_layer
+        keys, values = self._buffers(layer_id)
+        slots = token_slots(pages, PAGE_SIZE)
+        k, v = keys[slots], values[slots]
+        if not self._centred[index]:
+            center = k.float().mean((0, 1))
+            # A NaN here would spread to every page for good; such a step leaves the centre for a later one.
+            if bool(torch.isfinite(center).all()):
+                self.center[index] = center
+                self._centred[index] = True
+        self.record[index, pages] = pack(page_factors(k, v, self.layout.rank, self.center[index]), self.layout)
+        self.valid[index, pages] = True
+        if index == self.num_layers - 1:
+            self.builds[pages] += 1
+
+    def mark_dirty(self, slots: torch.Tensor) -> None:
+        """KV of these token slots int [n] arrived without a forward pass; called on the scheduler's thread.
+
+        Only a host-side set is touched here: the device flags belong to the forward stream, which `rebuild_dirty` runs on.
+        """
+        self._dirty.update((slots.reshape(-1) // PAGE_SIZE).unique().tolist())
+
+    def rebuild_dirty(self) -> int:
+        """Rebuild every page that `mark_dirty` named; returns how many. Runs before a step's plan, on its stream."""
+        if not self._dirty:
+            return 0
+        pages = torch.tensor(sorted(self._dirty), dtype=torch.int64, device=self.valid.device)
+        self._dirty.clear()
+        self.valid[:, pages] = False
+        for layer_id in self.layer_ids:
+            self.build(layer_id, pages)
+        return pages.numel()

@@ -1,0 +1,46 @@
+"""While SGLang resolves its arguments: page size and early refusals.
+
+`_page_size_default` runs once in the resolution of all supported releases, in the process that parsed the arguments,
+after the attention backend is settled and before any process is spawned: bad settings stop the start there, before a
+model is loaded.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..config import load_config
+from ..seams import Seam, named
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PAGE_SIZE = 16
+
+
+def resolve(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, Any]:
+    """Around the default of --page-size.
+
+    Raises:
+        ConfigError: a bad `locks` setting.
+        UnsupportedError: a flag that `locks` refuses.
+    """
+    if not named(view):
+        return original(view)
+    from ..support import check_arguments
+
+    load_config()
+    check_arguments(view)
+    if view.page_size is None:
+        logger.info("locks: --page-size is %d (the size of a summary page)", DEFAULT_PAGE_SIZE)
+        return {"page_size": DEFAULT_PAGE_SIZE}
+    return original(view)
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "sglang.srt.arg_groups.overrides._page_size_default",
+        "around",
+        resolve,
+        "defaults --page-size to 16 and refuses unsupported flags and bad settings",
+    ),
+)

@@ -1,0 +1,42 @@
+"""`--locks-*` flags on SGLang's own command line."""
+
+import argparse
+import dataclasses
+from typing import Any
+
+from ..config import LocksConfig, flag_name, store_flag
+from ..seams import Seam
+
+
+class _StoreFlag(argparse.Action):
+    """Keep the value for `load_config` and leave no trace in SGLang's own namespace."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        store_flag(self.const, values)
+
+
+def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
+    """After SGLang has added its own flags. Values are validated when the backend is chosen, with those of variables."""
+    if any(action.dest == "locks_config" for action in parser._actions):
+        return
+    group = parser.add_argument_group("locks", "settings of --attention-backend locks")
+    for spec in dataclasses.fields(LocksConfig):
+        text = f"{spec.metadata['help']}; {spec.metadata['allowed']} (default {spec.default})"
+        _add(group, spec.name, text)
+    _add(group, "config", "TOML or JSON file with any of these settings")
+
+
+def _add(group: Any, name: str, text: str) -> None:
+    group.add_argument(
+        flag_name(name), action=_StoreFlag, const=name, dest=f"locks_{name}", default=argparse.SUPPRESS, help=text
+    )
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "after",
+        add_flags,
+        "adds the --locks-* flags",
+    ),
+)
