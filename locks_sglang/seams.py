@@ -16,7 +16,7 @@ PATCH_MODULES = (
     "command_line",
     "argument_resolution",
     "memory_sizing",
-    "decode_graph",
+    "graph_capture",
     "kv_arrival",
     "mixed_batch",
     "internal_state",

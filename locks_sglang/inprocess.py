@@ -1,0 +1,204 @@
+"""One real SGLang scheduler in this process: the same model runner, KV pool, radix cache and event loop as the server's,
+without its HTTP, tokenizer and detokenizer processes.
+
+Evaluation reads keys, queries and values of a served run through it, and tests look at pages and trees while requests
+run. One a process: SGLang keeps process-wide state.
+"""
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from .seams import version_key
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Request:
+    """A request under way.
+
+    Attributes:
+        output_ids: tokens generated so far. cached_tokens: prompt tokens found in the radix cache.
+        finished: whether it ended, of itself or by abort.
+    """
+
+    rid: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    req: Any = field(default=None, repr=False)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return [] if self.req is None else list(self.req.output_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.req is None else int(self.req.cached_tokens)
+
+    @property
+    def finished(self) -> bool:
+        return self.req is not None and bool(self.req.finished())
+
+
+class InProcessServer:
+    """Run requests through SGLang's scheduler in this process.
+
+    Args:
+        model_path: folder of the model.
+        arguments: further fields of SGLang's `ServerArgs`, e.g. attention_backend="locks", page_size=64.
+
+    Use `generate` for whole requests; `run_until` for tests that look inside between steps.
+    """
+
+    def __init__(self, model_path: str, **arguments: Any) -> None:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import PortArgs, prepare_server_args
+
+        command = ["--model-path", model_path, "--skip-server-warmup"]
+        for name, value in arguments.items():
+            flag = "--" + name.replace("_", "-")
+            command += [flag] if value is True else [flag, str(value)]
+        server_args = prepare_server_args(command)
+        os.environ.setdefault("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "0")
+        port_args = PortArgs.init_new(server_args)
+        if version_key(version("sglang")) < (0, 5, 20):
+            publish(server_args, role="scheduler")
+            self.scheduler = Scheduler(server_args, port_args, 0, 0, 0, 0, 0, 0, None)
+        else:
+            from sglang.srt.runtime_context import SpawnRanks
+
+            publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+            self.scheduler = Scheduler(server_args, port_args)
+        self.scheduler.ipc_channels.send_to_detokenizer.send_output = lambda *args, **kwargs: None
+        self._receiver = _Receiver(self)
+        self.scheduler.request_receiver = self._receiver
+        self._count = 0
+        self.live: list[Request] = []
+
+    @property
+    def runner(self) -> Any:
+        """SGLang's `ModelRunner`."""
+        return self.scheduler.tp_worker.model_runner
+
+    @property
+    def backend(self) -> Any:
+        """The attention backend."""
+        return self.runner.attn_backend
+
+    @property
+    def kv_pool(self) -> Any:
+        """SGLang's KV pool."""
+        return self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+
+    @property
+    def tree(self) -> Any:
+        """The radix cache."""
+        return self.scheduler.tree_cache
+
+    def submit(self, prompt_ids: Sequence[int], max_new_tokens: int = 16, **sampling: Any) -> Request:
+        """Queue a greedy request; it runs in the next `run_until`."""
+        request = Request(f"inprocess-{self._count}", list(prompt_ids), max_new_tokens)
+        self._count += 1
+        self._receiver.queue.append(self._message(request, sampling))
+        self.live.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Queue an abort, as a client's disconnect does."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._receiver.queue.append(AbortReq(rid=request.rid))
+
+    def run_until(self, done: Callable[[], bool], *, timeout_s: float = 600.0) -> None:
+        """Run SGLang's own event loop; `done` is asked before every step.
+
+        Raises:
+            TimeoutError: not done after `timeout_s` seconds.
+        """
+        self._receiver.done, self._receiver.deadline = done, time.monotonic() + timeout_s
+        self.scheduler.gracefully_exit = False
+        self.scheduler.run_event_loop()
+        if self._receiver.timed_out:
+            raise TimeoutError(f"the scheduler was not done after {timeout_s} s")
+
+    def settle(self) -> None:
+        """Run until every request ended and the scheduler went idle (its own memory checks included)."""
+        idle = 0
+
+        def done() -> bool:
+            nonlocal idle
+            idle = idle + 1 if all(request.finished for request in self.live) else 0
+            return idle > 3
+
+        self.run_until(done)
+        self.live.clear()
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, **sampling: Any) -> list[Request]:
+        """Serve prompts (token ids) together, greedily, to their end."""
+        requests = [self.submit(prompt, max_new_tokens, **sampling) for prompt in prompts]
+        self.settle()
+        return requests
+
+    def _message(self, request: Request, sampling: dict[str, Any]) -> Any:
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        settings = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        parameters = SamplingParams(max_new_tokens=request.max_new_tokens, **settings)
+        parameters.normalize(None)
+        return TokenizedGenerateReqInput(
+            rid=request.rid,
+            input_text="",
+            input_ids=array("q", request.prompt_ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=parameters,
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+
+    def collect(self) -> None:
+        """Tie SGLang's request objects to ours."""
+        scheduler = self.scheduler
+        found = list(scheduler.waiting_queue)
+        for batch in (scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug):
+            found += batch.reqs if batch is not None else []
+        if getattr(scheduler, "chunked_req", None) is not None:
+            found.append(scheduler.chunked_req)
+        by_id = {req.rid: req for req in found}
+        for request in self.live:
+            request.req = request.req or by_id.get(request.rid)
+
+
+class _Receiver:
+    """Stands where the scheduler would read its socket."""
+
+    def __init__(self, server: InProcessServer) -> None:
+        self.server = server
+        self.queue: list[Any] = []
+        self.done: Callable[[], bool] = lambda: True
+        self.deadline = 0.0
+        self.timed_out = False
+
+    def recv_requests(self, local_reqs: list[Any] | None = None) -> list[Any]:
+        """Messages for this step; ends the loop once the caller is done."""
+        self.server.collect()
+        self.timed_out = time.monotonic() > self.deadline
+        if self.timed_out or (not self.queue and self.done()):
+            self.server.scheduler.gracefully_exit = True
+        messages, self.queue = list(local_reqs or []) + self.queue, []
+        return messages
