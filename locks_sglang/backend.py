@@ -8,7 +8,6 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from .config import LoadedConfig, LocksConfig, load_config
-from .counters import Counters
 from .kernels.common import PAGE_SIZE
 from .kernels.locks_decode import locks_decode
 from .plan import DecodePlan, ExtendPlan, plan_decode, plan_extend
@@ -118,9 +117,7 @@ class LocksAttnBackend(AttentionBackend):
 
     def _plan_decode(self, batch: Any) -> None:
         lengths = batch.seq_lens_cpu.tolist()
-        plan = plan_decode(
-            self.req_to_token, batch.req_pool_indices, batch.seq_lens, lengths, self.config.min_context_tokens
-        )
+        plan = plan_decode(self.req_to_token, batch.req_pool_indices, batch.seq_lens, lengths, self.config.min_context_tokens)
         self.summaries.first_write(plan.first_written)
         self.counters.decode_steps += 1
         if plan.dense:

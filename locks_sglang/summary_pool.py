@@ -51,8 +51,7 @@ class SummaryPool:
         self._centred = [False] * self.num_layers
         self._dirty: set[int] = set()
         self._layers = [
-            PageSummaries(self.layout, self.valid[i], self.center[i], record=self.record[i])
-            for i in range(self.num_layers)
+            PageSummaries(self.layout, self.valid[i], self.center[i], record=self.record[i]) for i in range(self.num_layers)
         ]
 
     @classmethod

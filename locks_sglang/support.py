@@ -176,9 +176,7 @@ FEATURES: tuple[Feature, ...] = (
         "tests/test_support.py",
         "the pages of a request would be spread over ranks",
         "Drop --dcp-size and --attn-cp-size",
-        lambda view: (
-            _above_one("dcp_size", "attn_cp_size")(view) or _flag("enable_prefill_context_parallel")(view)
-        ),
+        lambda view: _above_one("dcp_size", "attn_cp_size")(view) or _flag("enable_prefill_context_parallel")(view),
     ),
     Feature(
         "two-batch overlap or pdmux",

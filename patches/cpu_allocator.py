@@ -40,9 +40,7 @@ def _needs_torch(allocator: Any) -> bool:
     return str(allocator.device) == "cpu" and not hasattr(allocator, "use_triton_kernels")
 
 
-def _take(
-    allocator: Any, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor
-) -> torch.Tensor | None:
+def _take(allocator: Any, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
     size = allocator.page_size
     pages = int(((seq_lens + size - 1) // size - (prefix_lens + size - 1) // size).sum())
     if pages > len(allocator.free_pages):

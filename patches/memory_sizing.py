@@ -21,9 +21,7 @@ def add_summaries(cell_size: int, configurator: Any, kvc: Any, num_layers: int) 
         return None
     from sglang.srt.runtime_context import get_parallel
 
-    return cell_size + -(
-        -summary_bytes_per_page(kvc.model_config, num_layers, get_parallel().attn_tp_size) // PAGE_SIZE
-    )
+    return cell_size + -(-summary_bytes_per_page(kvc.model_config, num_layers, get_parallel().attn_tp_size) // PAGE_SIZE)
 
 
 SEAMS: tuple[Seam, ...] = (

@@ -49,13 +49,15 @@ class PageSummaries:
         return self.num_kv_heads * floats * 4
 
     def gather(self, pages: torch.Tensor) -> PageFactors:
-        """fp32 factors of the pages int64 [...]; leading shape [..., H]."""
+        """fp32 factors of physical pages int64 [B, N], leading shape [B, H, N]: what each KV head scans lies together."""
+        head = torch.arange(self.num_kv_heads, device=pages.device)[:, None]
+        at = (pages.unsqueeze(1), head)
         if self.record is not None:
-            return unpack(self.record[pages], self.layout)
+            return unpack(self.record[at], self.layout)
         assert self.factors is not None
         f = self.factors
-        value_mean = None if f.value_mean is None else f.value_mean[pages]
-        return PageFactors(f.mean[pages], f.basis[pages], f.coef[pages], value_mean)
+        value_mean = None if f.value_mean is None else f.value_mean[at]
+        return PageFactors(f.mean[at], f.basis[at], f.coef[at], value_mean)
 
     def _all(self) -> PageFactors:
         return unpack(self.record, self.layout) if self.record is not None else self.factors  # type: ignore[return-value]

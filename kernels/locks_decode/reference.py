@@ -40,9 +40,7 @@ def step(
 ) -> DecodeStep:
     """As `locks_decode`, with the settings one by one."""
     num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).to(torch.int32)
-    scores = page_scores(
-        q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction
-    )
+    scores = page_scores(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction)
     pages, counts = select_pages(
         scores.lse, num_pages, budget_pages, sink_pages, recent_pages, num_kv_heads=s.num_kv_heads, combine=combine
     )
@@ -51,7 +49,7 @@ def step(
         k_cache,
         v_cache,
         page_table,
-        pages,
+        pages[..., : page_table.shape[1]],  # counts never exceed the pages there are
         counts,
         seq_lens,
         sm_scale,
@@ -74,7 +72,7 @@ def merge_tail(
         lse: fp32 [B, Hq], its natural log-sum-exp.
         pages: int32 [B, H, S], the selected logical pages, -1 padded.
         tail: fp32 [B, Hq, N], natural log of each page's tail weight; -inf where it has none.
-        value_mean: fp32 [B, N, H, Dv].
+        value_mean: fp32 [B, H, N, Dv].
 
     Returns:
         fp32 [B, Hq, Dv]: (A out + sum_unselected w vbar) / (A + sum_unselected w) with A = exp(lse).
@@ -92,8 +90,7 @@ def merge_tail(
     weight = torch.exp(grouped - peak)
     share = torch.exp(exact - peak)
     # A page without weight may have no usable value mean (NaN values): keep it out of the sum.
-    values = value_mean.permute(0, 2, 1, 3)
-    values = torch.where(torch.isfinite(values), values, 0.0)
+    values = torch.where(torch.isfinite(value_mean), value_mean, 0.0)
     total = (share + weight.sum(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
     merged = (share * out.view(batch, kv_heads, heads // kv_heads, -1) + weight @ values) / total
     return merged.reshape(out.shape)

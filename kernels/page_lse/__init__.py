@@ -44,9 +44,7 @@ def page_lse(
     return page_scores(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap).lse
 
 
-def _check(
-    q: torch.Tensor, s: PageSummaries, page_table: torch.Tensor, num_pages: torch.Tensor, logit_cap: float
-) -> None:
+def _check(q: torch.Tensor, s: PageSummaries, page_table: torch.Tensor, num_pages: torch.Tensor, logit_cap: float) -> None:
     require(
         q.dim() == 3 and q.dtype in CACHE_DTYPES and q.shape[2] == s.layout.head_dim,
         f"q must be a float [B, Hq, D={s.layout.head_dim}], got {q.dtype} {list(q.shape)}",

@@ -1,5 +1,6 @@
 """Reference of the scan: page log-sum-exp and tail weights from summaries, in fp32 torch on any device."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ class PageScores(NamedTuple):
 
     lse [B, Hq, Nmax]: natural log-sum-exp of each page; -inf past the request, +inf where there is no estimate.
     tail [B, Hq, Nmax]: natural log of the page's tail weight w; -inf where the page is not scored. None with gate "off".
-    value_mean [B, Nmax, H, Dv]: mean values of the pages; None with gate "off".
+    value_mean [B, H, Nmax, Dv]: mean values of the pages; None with gate "off".
     """
 
     lse: torch.Tensor
@@ -47,23 +48,23 @@ def page_scores(
     queries = gqa_queries(q, s.num_kv_heads, torch.float32)
     offset, intra = _logits(queries, f, s.center)
 
-    logits = soft_cap(sm_scale * (offset.unsqueeze(-1) + intra), logit_cap)
-    lse = torch.logsumexp(logits, -1)
+    logits = soft_cap(sm_scale * (offset.unsqueeze(-2) + intra), logit_cap)
+    lse = torch.logsumexp(logits, -2)
     unscored = ~s.valid[physical]
     if seq_lens is not None:
         partial = torch.where(seq_lens % PAGE_SIZE != 0, seq_lens // PAGE_SIZE, n_max)
         unscored = unscored | (logical == partial.unsqueeze(1))
-    unscored = (unscored & listed)[:, None, None]
-    listed = listed[:, None, None]
+    unscored = (unscored & listed)[:, None, :, None]
+    listed = listed[:, None, :, None]
 
     def per_head(x: torch.Tensor) -> torch.Tensor:
-        return x.reshape(batch, heads, n_max)
+        return x.transpose(-1, -2).reshape(batch, heads, n_max)
 
     log_weight = None
     if tail == "qmu":
-        log_weight = soft_cap(sm_scale * offset, logit_cap) + torch.log(torch.tensor(float(PAGE_SIZE), device=q.device))
+        log_weight = soft_cap(sm_scale * offset, logit_cap) + math.log(PAGE_SIZE)
     elif tail == "flat":
-        log_flat = lse - torch.log(torch.tensor(float(PAGE_SIZE), device=q.device)) - logits.amax(-1)
+        log_flat = lse - math.log(PAGE_SIZE) - logits.amax(-2)
         log_weight = lse + 0.5 * log_flat
     if log_weight is not None:
         scored = listed & ~unscored & torch.isfinite(lse)
@@ -74,11 +75,14 @@ def page_scores(
 
 
 def _logits(q: torch.Tensor, f: PageFactors, center: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q.mu [B, H, G, N] and the deviation of every token from it [B, H, G, N, P], both unscaled.
+    """q.mu [B, H, N, G] and the deviation of every token from it [B, H, N, P, G], both unscaled.
 
-    q [B, H, G, D]; the factors lead with [B, N, H].
+    q [B, H, G, D]; the factors lead with [B, H, N]; center [H, D].
     """
-    mean = f.mean + center
-    offset = torch.einsum("bhgd,bnhd->bhgn", q, mean)
-    projected = torch.einsum("bhgd,bnhdr->bhgnr", q, f.basis)
-    return offset, torch.einsum("bhgnr,bnhpr->bhgnp", projected, f.coef)
+    batch, heads, group, dim = q.shape
+    pages = f.mean.shape[2]
+    columns = q.transpose(-1, -2)
+    offset = f.mean @ columns + (center.unsqueeze(1) @ columns)
+    basis = f.basis.transpose(-1, -2).reshape(batch, heads, -1, dim)
+    projected = (basis @ columns).view(batch, heads, pages, -1, group)
+    return offset, f.coef @ projected

@@ -37,9 +37,7 @@ def select_pages(
     Raises:
         ArgumentError: budget_pages < sink + recent + 1, recent < 1, sink < 0, or a bad shape or name.
     """
-    require(
-        lse.dim() == 3 and lse.is_floating_point(), f"lse must be a float [B, Hq, Nmax], got {lse.dtype} {list(lse.shape)}"
-    )
+    require(lse.dim() == 3 and lse.is_floating_point(), f"lse must be a float [B, Hq, Nmax], got {lse.dtype} {list(lse.shape)}")
     require(
         num_pages.shape == lse.shape[:1] and num_pages.dtype in (torch.int32, torch.int64),
         f"num_pages must be int32 or int64 [B={lse.shape[0]}], got {num_pages.dtype} {list(num_pages.shape)}",

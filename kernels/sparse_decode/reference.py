@@ -31,13 +31,14 @@ def attend(
 
     head = torch.arange(kv_heads, device=q.device).view(1, -1, 1)
     slots = slots.flatten(2)
-    # Rows past a request's end lie in its own last page and may hold anything, NaN included: zero them before they meet
-    # a zero probability, since 0 * NaN is NaN.
-    k = torch.where(live.unsqueeze(-1), k_cache[slots, head].to(dtype), 0.0) * k_scale
-    v = torch.where(live.unsqueeze(-1), v_cache[slots, head].to(dtype), 0.0) * v_scale
-    logits = soft_cap(sm_scale * (gqa_queries(q, kv_heads, dtype) @ k.transpose(-1, -2)), logit_cap)
+    k = k_cache[slots, head].to(dtype)
+    # Rows past a request's end lie in its own last page and may hold anything, NaN included: values are zeroed before
+    # they meet a zero probability, since 0 * NaN is NaN; keys only reach logits that are masked.
+    v = torch.where(live.unsqueeze(-1), v_cache[slots, head].to(dtype), 0.0)
+    logits = gqa_queries(q, kv_heads, dtype) @ k.transpose(-1, -2)
+    logits = soft_cap(sm_scale * k_scale * logits, logit_cap)
     logits = torch.where(live.unsqueeze(2), logits, -torch.inf)
     lse = torch.logsumexp(logits, -1)
     probability = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
-    out = (probability @ v).reshape(batch, heads, -1)
+    out = (v_scale * (probability @ v)).reshape(batch, heads, -1)
     return out, lse.reshape(batch, heads)
