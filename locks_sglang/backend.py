@@ -12,7 +12,15 @@ from .kernels.common import PAGE_SIZE
 from .kernels.locks_decode import locks_decode
 from .plan import DecodePlan, ExtendPlan, plan_decode, plan_extend
 from .summary_pool import SummaryPool
-from .support import DENSE_BACKENDS, check_arguments, check_layer, check_model, check_version
+from .support import (
+    DENSE_BACKENDS,
+    GPU_VERIFIED,
+    check_arguments,
+    check_layer,
+    check_model,
+    check_version,
+    verification_level,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +45,12 @@ def create_backend(runner: Any) -> "LocksAttnBackend":
     dense = ATTENTION_BACKENDS[name](runner)
     backend = LocksAttnBackend(runner, loaded.config, dense)
     _log_start(loaded, name, backend.summaries)
+    if runner.device != "cpu" and verification_level(version("sglang")) != "GPU-verified":
+        logger.warning(
+            "locks: SGLang %s has not been verified on a GPU with this release (verified: %s)",
+            version("sglang"),
+            ", ".join(GPU_VERIFIED) or "none",
+        )
     return backend
 
 
@@ -108,12 +122,27 @@ class LocksAttnBackend(AttentionBackend):
         self._decode = self._extend = None
         if mode.is_idle():
             return
+        if forward_batch.rids is None:
+            self._plan_synthetic(forward_batch)
+            return
         self.counters.rebuilt += self.summaries.rebuild_dirty()
         if mode.is_decode():
             self._plan_decode(forward_batch)
         else:
             self.dense.init_forward_metadata(forward_batch)
             self._plan_extend(forward_batch)
+
+    def _plan_synthetic(self, batch: Any) -> None:
+        """A batch of no request, with which SGLang warms up or captures a graph: it runs dense, builds and counts nothing.
+
+        Its keys must above all not become the centre of a layer.
+        """
+        self.dense.init_forward_metadata(batch)
+        none = torch.empty(0, dtype=torch.int64, device=self.req_to_token.device)
+        if batch.forward_mode.is_decode():
+            self._decode = DecodePlan(none.int(), none, none, none, dense=True)
+        else:
+            self._extend = ExtendPlan(none, none, none)
 
     def _plan_decode(self, batch: Any) -> None:
         lengths = batch.seq_lens_cpu.tolist()
@@ -132,8 +161,9 @@ class LocksAttnBackend(AttentionBackend):
 
     def _plan_extend(self, batch: Any) -> None:
         prefixes, extends = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu)
-        requests = batch.rids or [""] * len(prefixes)
-        decoding = self.counters.mixed_decode_requests if batch.forward_mode.is_mixed() else frozenset()
+        requests = batch.rids
+        # SGLang's eager runner hands a mixed batch over as a plain extend, so its own word (patches/mixed_batch.py) counts.
+        decoding, self.counters.mixed_decode_requests = self.counters.mixed_decode_requests, frozenset()
         prefilling = [i for i, request in enumerate(requests) if request not in decoding]
         fresh = [i for i in prefilling if self._extending.get(requests[i]) != prefixes[i]]
         plan = plan_extend(self.req_to_token, batch.req_pool_indices, prefixes, extends, fresh)

@@ -158,22 +158,23 @@ def _known(keys: Any, where: str) -> None:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """Settings of a TOML or JSON file (by its ending); a nested table named `locks` is accepted."""
+    """Settings of a TOML or JSON file (by its ending), at its top level or in one table named `locks`."""
     file = Path(path)
+    if file.suffix not in (".toml", ".json"):
+        raise ConfigError("a configuration file must end in .toml or .json")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error}") from None
-    if file.suffix not in (".toml", ".json"):
-        raise ConfigError(f"the configuration file {path} must end in .toml or .json")
+        raise ConfigError(f"the file cannot be read: {error}") from None
     try:
         data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"the configuration file {path} is not valid {file.suffix[1:].upper()}: {error}") from None
-    data = data.get("locks", data) if isinstance(data, dict) else data
+        raise ConfigError(f"the file is not valid {file.suffix[1:].upper()}: {error}") from None
+    if isinstance(data, dict) and list(data) == ["locks"]:
+        data = data["locks"]
     if not isinstance(data, dict):
-        raise ConfigError(f"the configuration file {path} must hold a table of settings")
-    _known(data, f"configuration file {path}")
+        raise ConfigError("the file must hold a table of settings")
+    _known(data, "the file")
     return data
 
 
@@ -191,6 +192,16 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def _read_flags(environ: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        flags = json.loads(environ.get(FLAGS_VARIABLE, "{}"))
+    except ValueError:
+        flags = None
+    if not isinstance(flags, dict):
+        raise ConfigError(f"{FLAGS_VARIABLE} is written by locks itself and must not be set: unset it")
+    return flags
+
+
 def load_config(environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """Read every source and validate.
 
@@ -201,9 +212,13 @@ def load_config(environ: Mapping[str, str] | None = None) -> LoadedConfig:
         ConfigError: unknown names, unreadable files, bad values.
     """
     environ = os.environ if environ is None else environ
-    flags = json.loads(environ.get(FLAGS_VARIABLE, "{}"))
-    path = flags.pop("config", None) or environ.get(FILE_VARIABLE)
-    layers: list[tuple[str, dict[str, Any]]] = [("file", read_file(path) if path else {})]
+    flags = _read_flags(environ)
+    where = flag_name("config") if "config" in flags else FILE_VARIABLE
+    path = flags.pop("config", environ.get(FILE_VARIABLE))
+    try:
+        layers: list[tuple[str, dict[str, Any]]] = [("file", {} if path is None else read_file(str(path)))]
+    except ConfigError as error:
+        raise ConfigError(f"{where} = {path!r}: {error}") from None
     layers += [("variable", _read_variables(environ)), ("flag", flags)]
     values: dict[str, Any] = {}
     sources = dict.fromkeys(NAMES, "default")
@@ -220,11 +235,9 @@ def load_config(environ: Mapping[str, str] | None = None) -> LoadedConfig:
         raise ConfigError(f"{error} (given: {given})") from None
 
 
-def store_flag(name: str, value: Any) -> None:
-    """Record what a flag (or `configure`) set, for this process and those it spawns. `name` may be "config"."""
-    flags = json.loads(os.environ.get(FLAGS_VARIABLE, "{}"))
-    flags[name] = value
-    os.environ[FLAGS_VARIABLE] = json.dumps(flags)
+def store_flag(name: str, value: str) -> None:
+    """Record what a flag set, for this process and those it spawns. `name` may be "config"."""
+    os.environ[FLAGS_VARIABLE] = json.dumps(_read_flags(os.environ) | {name: value})
 
 
 def configure(**settings: Any) -> LocksConfig:
@@ -240,9 +253,8 @@ def configure(**settings: Any) -> LocksConfig:
         ConfigError: an unknown name or a bad value; nothing is changed then.
     """
     _known([name for name in settings if name != "config"], "configure()")
-    environ = dict(os.environ)
-    flags = json.loads(environ.get(FLAGS_VARIABLE, "{}")) | settings
-    environ[FLAGS_VARIABLE] = json.dumps(flags)
-    config = load_config(environ).config
-    os.environ[FLAGS_VARIABLE] = environ[FLAGS_VARIABLE]
+    # What JSON cannot hold cannot be a setting either: its text is refused with the other bad values.
+    flags = json.dumps(_read_flags(os.environ) | settings, default=str)
+    config = load_config({**os.environ, FLAGS_VARIABLE: flags}).config
+    os.environ[FLAGS_VARIABLE] = flags
     return config

@@ -17,7 +17,7 @@ class Counters:
         pages_held, pages_read: over sparse rows, 16-token pages that the request has and that each KV head reads.
         built: per layer, pages summarised because a step filled them. reused: cached prefix pages that requests started
             with. rebuilt: pages whose KV had arrived without a forward pass.
-        mixed_decode_requests: ids of the decoding requests that SGLang last appended to a prefill batch.
+        mixed_decode_requests: ids of the decoding requests that SGLang appended to the prefill batch that is planned next.
         invalid_pages: int64 [1] on the device, (layer, page) pairs that a scan met without a valid summary; must stay 0.
     """
 

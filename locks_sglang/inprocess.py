@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -53,7 +53,7 @@ class InProcessServer:
         model_path: folder of the model.
         arguments: further fields of SGLang's `ServerArgs`, e.g. attention_backend="locks", page_size=64.
 
-    Use `generate` for whole requests; `run_until` for tests that look inside between steps.
+    Use `generate` for whole requests; `run` with a script to look inside between steps.
     """
 
     def __init__(self, model_path: str, **arguments: Any) -> None:
@@ -106,7 +106,7 @@ class InProcessServer:
         return self.scheduler.tree_cache
 
     def submit(self, prompt_ids: Sequence[int], max_new_tokens: int = 16, **sampling: Any) -> Request:
-        """Queue a greedy request; it runs in the next `run_until`."""
+        """Queue a greedy request; it runs in the next `run`."""
         request = Request(f"inprocess-{self._count}", list(prompt_ids), max_new_tokens)
         self._count += 1
         self._receiver.queue.append(self._message(request, sampling))
@@ -119,35 +119,42 @@ class InProcessServer:
 
         self._receiver.queue.append(AbortReq(rid=request.rid))
 
-    def run_until(self, done: Callable[[], bool], *, timeout_s: float = 600.0) -> None:
-        """Run SGLang's own event loop; `done` is asked before every step.
+    def run(self, script: Iterator[None] = iter(()), *, timeout_s: float = 1200.0) -> None:  # noqa: B008
+        """Run SGLang's own event loop until the script and every request have ended.
+
+        Args:
+            script: advanced once before every step of the scheduler; may submit, abort and look at anything.
+            timeout_s: most seconds for the whole run.
 
         Raises:
-            TimeoutError: not done after `timeout_s` seconds.
+            TimeoutError: not done in time. Whatever the script raises.
         """
-        self._receiver.done, self._receiver.deadline = done, time.monotonic() + timeout_s
+        self._receiver.begin(script, timeout_s)
         self.scheduler.gracefully_exit = False
         self.scheduler.run_event_loop()
-        if self._receiver.timed_out:
-            raise TimeoutError(f"the scheduler was not done after {timeout_s} s")
-
-    def settle(self) -> None:
-        """Run until every request ended and the scheduler went idle (its own memory checks included)."""
-        idle = 0
-
-        def done() -> bool:
-            nonlocal idle
-            idle = idle + 1 if all(request.finished for request in self.live) else 0
-            return idle > 3
-
-        self.run_until(done)
         self.live.clear()
+        if self._receiver.failure is not None:
+            raise self._receiver.failure
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, **sampling: Any) -> list[Request]:
         """Serve prompts (token ids) together, greedily, to their end."""
         requests = [self.submit(prompt, max_new_tokens, **sampling) for prompt in prompts]
-        self.settle()
+        self.run()
         return requests
+
+    def flush_cache(self) -> None:
+        """Empty the radix cache, as the server's endpoint does at idle.
+
+        Raises:
+            RuntimeError: SGLang refused, because requests are under way.
+        """
+
+        def flush() -> Iterator[None]:
+            if not self.scheduler.flush_cache():
+                raise RuntimeError("SGLang did not flush its cache; requests are under way")
+            yield
+
+        self.run(flush())
 
     def _message(self, request: Request, sampling: dict[str, Any]) -> Any:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
@@ -187,18 +194,39 @@ class InProcessServer:
 class _Receiver:
     """Stands where the scheduler would read its socket."""
 
+    IDLE_STEPS = 3
+    """Steps without work before the loop is left, so that the scheduler's own checks at idle run."""
+
     def __init__(self, server: InProcessServer) -> None:
         self.server = server
         self.queue: list[Any] = []
-        self.done: Callable[[], bool] = lambda: True
-        self.deadline = 0.0
-        self.timed_out = False
+        self.failure: Exception | None = None
+
+    def begin(self, script: Iterator[None], timeout_s: float) -> None:
+        """Prepare for one run of the event loop."""
+        self.script: Iterator[None] | None = script
+        self.deadline = time.monotonic() + timeout_s
+        self.idle = 0
+        self.failure = None
 
     def recv_requests(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        """Messages for this step; ends the loop once the caller is done."""
+        """Messages for this step; ends the loop once there is nothing left to do."""
+        scheduler = self.server.scheduler
         self.server.collect()
-        self.timed_out = time.monotonic() > self.deadline
-        if self.timed_out or (not self.queue and self.done()):
-            self.server.scheduler.gracefully_exit = True
+        if self.script is not None:
+            try:
+                next(self.script)
+            except StopIteration:
+                self.script = None
+            except Exception as error:
+                self.script, self.failure = None, error
+        if time.monotonic() > self.deadline:
+            self.failure = TimeoutError("the scheduler was not done in time")
+            scheduler.gracefully_exit = True
+        # The loop may only be left when no batch is under way: the overlap scheduler holds its result back by one step.
+        working = self.queue or scheduler.last_batch is not None or scheduler.waiting_queue
+        self.idle = 0 if working or self.script is not None else self.idle + 1
+        if self.idle >= self.IDLE_STEPS:
+            scheduler.gracefully_exit = True
         messages, self.queue = list(local_reqs or []) + self.queue, []
         return messages

@@ -5,6 +5,7 @@ attention backend. Nothing of SGLang is edited.
 """
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,8 +61,8 @@ def version_key(version: str) -> tuple[int, ...]:
     """Comparable numbers of a release version; what follows the third number (rc, post, local) is ignored."""
     numbers: list[int] = []
     for part in version.split("+")[0].split(".")[:3]:
-        digits = "".join(ch for ch in part if ch.isdigit())
-        numbers.append(int(digits) if digits else 0)
+        digits = re.match(r"\d*", part)
+        numbers.append(int(digits[0] or 0) if digits else 0)
     return tuple(numbers)
 
 
@@ -115,3 +116,13 @@ def named(view: Any) -> bool:
     """Whether arguments under resolution name `locks` anywhere."""
     names = (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend)
     return BACKEND in names
+
+
+def serving() -> bool:
+    """Whether this process serves `locks`; False where SGLang has not published its arguments."""
+    from sglang.srt.runtime_context import get_exec
+
+    try:
+        return bool(get_exec().kernel.attention_backend == BACKEND)
+    except ValueError:
+        return False

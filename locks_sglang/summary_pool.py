@@ -8,10 +8,15 @@ import torch
 
 from .config import LocksConfig
 from .counters import Counters
-from .kernels.build_page_summaries import PageSummaries, RecordLayout, pack, page_factors
+from .kernels.build_page_summaries import PageFactors, PageSummaries, RecordLayout, pack, page_factors, unpack
 from .kernels.common import PAGE_SIZE, token_slots
 
 POOL_ATTRIBUTE = "_locks_summary_pool"
+
+VERIFY_SLACK = 0.02
+"""Most that a stored record may describe its page worse than a fresh one, as a share of the page's own spread. The order of
+additions in a rebuild is not fixed, so a value at the edge of a quantisation step may round to the other side, and nearly
+equal singular values may swap; a record of other keys is off by the order of 1."""
 
 
 class SummaryPool:
@@ -119,6 +124,44 @@ class SummaryPool:
         self.valid[index, pages] = True
         if index == self.num_layers - 1:
             self.builds[pages] += 1
+
+    def verify(self, pages: torch.Tensor) -> list[tuple[int, int]]:
+        """Compare stored records with fresh rebuilds from the KV pool.
+
+        Args:
+            pages: int64 [n], complete physical pages that somebody owns.
+
+        Returns:
+            (layer id, page) of every page without a valid summary or whose record does not describe its keys and values.
+            Waits for the device.
+        """
+        bad: list[tuple[int, int]] = []
+        pages = pages.to(self.valid.device)
+        for layer_id in self.layer_ids:
+            index = layer_id - self.first_layer
+            keys, values = self._buffers(layer_id)
+            slots = token_slots(pages, PAGE_SIZE)
+            k, v = keys[slots], values[slots]
+            fresh = pack(page_factors(k, v, self.layout.rank, self.center[index]), self.layout)
+            stored = self.record[index, pages]
+            wrong = ~self.valid[index, pages]
+            for head in (fresh != stored).any(-1).any(0).nonzero().flatten().tolist():
+                kept = self._misfit(k[:, :, head], v[:, :, head], stored[:, head], self.center[index, head])
+                best = self._misfit(k[:, :, head], v[:, :, head], fresh[:, head], self.center[index, head])
+                wrong |= ~(kept <= best + VERIFY_SLACK)
+            bad += [(layer_id, int(page)) for page in pages[wrong]]
+        return bad
+
+    def _misfit(self, k: torch.Tensor, v: torch.Tensor, record: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+        """Distance [n] of keys [n, P, D] and of the value mean of v [n, P, Dv] from a record, as a share of their spread."""
+        factors: PageFactors = unpack(record, self.layout)
+        keys, values = k.float(), v.float()
+        described = (factors.mean + center).unsqueeze(1) + factors.coef @ factors.basis.transpose(-1, -2)
+        misfit = (keys - described).flatten(1).norm(dim=1) / (keys - keys.mean(1, keepdim=True)).flatten(1).norm(dim=1)
+        if factors.value_mean is None:
+            return misfit
+        off = (values.mean(1) - factors.value_mean).norm(dim=1) / values.flatten(1).norm(dim=1)
+        return torch.maximum(misfit, off)
 
     def mark_dirty(self, slots: torch.Tensor) -> None:
         """KV of these token slots int [n] arrived without a forward pass; called on the scheduler's thread.

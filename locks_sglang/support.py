@@ -15,7 +15,11 @@ GPU_VERIFIED: tuple[str, ...] = ()
 CPU_VERIFIED = ("0.5.17", "0.5.23")
 PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 96, 128, 256)
+LARGEST_GROUP = 16
 DENSE_BACKENDS = ("flashinfer", "fa3", "triton", "torch_native")
+
+Probe = Callable[[Any], str]
+"""Looks at arguments, a model runner or an attention layer; returns what it found there, "" for nothing."""
 
 
 class UnsupportedError(ValueError):
@@ -31,9 +35,9 @@ class Feature:
         status: "works", "dense" or "refused".
         test: id of the test that shows "works" or "dense", or asserts the refusal's message.
         reason, way_out: for "refused": why, and what to do instead.
-        asked: for "refused": how to see from the facts (see `stage`) that it is asked for; None where SGLang refuses.
-        stage: "arguments" (resolved server arguments, before a model is loaded) or "model" (the model runner, once the
-            KV pool exists).
+        arguments: for "refused": finds it in resolved server arguments, before a model is loaded.
+        model: finds it in SGLang's `ModelRunner`, once the KV pool exists.
+        layer: finds it in one `RadixAttention` layer. A refused feature without a probe is refused by SGLang itself.
     """
 
     name: str
@@ -41,260 +45,411 @@ class Feature:
     test: str
     reason: str = ""
     way_out: str = ""
-    asked: Callable[[Any], bool] | None = None
-    stage: str = "arguments"
+    arguments: Probe | None = None
+    model: Probe | None = None
+    layer: Probe | None = None
 
-    @property
-    def message(self) -> str:
-        """What a refused start says."""
-        return f"locks: {self.name} is not supported: {self.reason}. {self.way_out}."
-
-
-def _flag(name: str) -> Callable[[Any], bool]:
-    """Whether a boolean or optional argument is set."""
-    return lambda view: bool(getattr(view, name, None))
+    def message(self, found: str) -> str:
+        """What a refused start says; `found` is what a probe returned."""
+        return f"locks does not support {self.name} ({found}): {self.reason}. {self.way_out}."
 
 
-def _above_one(*names: str) -> Callable[[Any], bool]:
-    return lambda view: any((getattr(view, name, None) or 1) > 1 for name in names)
+# Arguments that only some of the supported versions have; every other one must exist, so that a renamed one is noticed.
+NOT_IN_EVERY_VERSION = ("enable_pd_role_switch", "enable_unified_cache_external_linker")
 
 
-def _backends_differ(view: Any) -> bool:
+def _argument(view: Any, name: str) -> Any:
+    return getattr(view, name, None) if name in NOT_IN_EVERY_VERSION else getattr(view, name)
+
+
+def _given(*names: str) -> Probe:
+    """Finds arguments that are set."""
+
+    def probe(view: Any) -> str:
+        return ", ".join(f"{name}={_argument(view, name)}" for name in names if _argument(view, name))
+
+    return probe
+
+
+def _above_one(*names: str) -> Probe:
+    """Finds sizes above 1."""
+
+    def probe(view: Any) -> str:
+        return ", ".join(f"{name}={getattr(view, name)}" for name in names if (getattr(view, name) or 1) > 1)
+
+    return probe
+
+
+def _either(*probes: Probe) -> Probe:
+    return lambda facts: ", ".join(filter(None, (probe(facts) for probe in probes)))
+
+
+def _backends_differ(view: Any) -> str:
     prefill = view.prefill_attention_backend or view.attention_backend
     decode = view.decode_attention_backend or view.attention_backend
-    return prefill != decode
+    return f"prefill {prefill}, decode {decode}" if prefill != decode else ""
 
 
-def _full_prefill_graph(view: Any) -> bool:
-    config = getattr(view, "cuda_graph_config", None)
-    prefill = getattr(config, "prefill", None)
-    return str(getattr(prefill, "backend", "")).rsplit(".", 1)[-1].lower() == "full"
+def _page_size(view: Any) -> str:
+    good = view.page_size is None or view.page_size in PAGE_SIZES
+    return "" if good else f"page_size={view.page_size}"
 
 
-def _quantized_kv(view: Any) -> bool:
-    return getattr(view, "kv_cache_dtype", None) not in (None, "auto", "bfloat16", "bf16", "float16", "half")
+def _disaggregation(view: Any) -> str:
+    mode = view.disaggregation_mode
+    return "" if mode in (None, "null") else f"disaggregation_mode={mode}"
 
 
-def _other_pool(runner: Any) -> bool:
+def _full_prefill_graph(view: Any) -> str:
+    config = view.cuda_graph_config
+    return "prefill graph: full" if config is not None and config.prefill.backend == "full" else ""
+
+
+def _quantized_kv(view: Any) -> str:
+    dtype = view.kv_cache_dtype
+    return "" if dtype in ("auto", "bfloat16", "bf16") else f"kv_cache_dtype={dtype}"
+
+
+def _quantized_pool(runner: Any) -> str:
+    # "auto" follows the checkpoint, which may ask for fp8.
+    dtype = str(runner.token_to_kv_pool.dtype).removeprefix("torch.")
+    return "" if dtype in ("bfloat16", "float16", "float32") else f"pool of {dtype}"
+
+
+def _other_pool(runner: Any) -> str:
     pool = runner.token_to_kv_pool
-    return (
-        type(pool).__name__ != "MHATokenToKVPool"
-        or bool(getattr(pool, "use_hnd", False))
-        or bool(getattr(pool, "post_capture_active", False))
-    )
+    if type(pool).__name__ != "MHATokenToKVPool":
+        return type(pool).__name__
+    if pool.kv_cache_layout != "nhd":
+        return f"layout {pool.kv_cache_layout}"
+    return "sized after graph capture" if pool.post_capture_active else ""
 
 
-def _cross_attention(runner: Any) -> bool:
-    config = runner.model_config
-    return bool(getattr(config, "is_encoder_decoder", False)) or not getattr(config, "is_generation", True)
+def _mla(runner: Any) -> str:
+    return "MLA attention" if runner.use_mla_backend else ""
 
 
-def _sliding_window(runner: Any) -> bool:
-    size = getattr(runner, "sliding_window_size", None)
-    return (size is not None and size > -1) or bool(getattr(runner.model_config, "is_hybrid_swa", False))
+def _hybrid_linear(runner: Any) -> str:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = mambaish_config(runner.model_config)
+    return "" if config is None else type(config).__name__
 
 
-def _hybrid_linear(runner: Any) -> bool:
-    names = ("mambaish_config", "linear_attn_model_spec", "hybrid_gdn_config", "kimi_linear_config")
-    return any(getattr(runner, name, None) is not None for name in names)
+def _window(runner: Any) -> str:
+    size = runner.sliding_window_size
+    if size is not None and size > -1:
+        return f"window of {size}"
+    return "hybrid window pool" if runner.model_config.is_hybrid_swa else ""
 
 
-_ISSUE = "not proven in this release"
-_TWIN = "tests/test_server.py::test_dense_twin"
+def _layer_window(layer: Any) -> str:
+    size = layer.sliding_window_size
+    return f"window of {size}" if size is not None and size > -1 else ""
+
+
+def _not_a_decoder(runner: Any) -> str:
+    if runner.model_config.is_encoder_decoder:
+        return "encoder-decoder"
+    return "" if runner.model_config.is_generation else "embedding or encoder"
+
+
+def _layer_not_causal(layer: Any) -> str:
+    if layer.is_cross_attention:
+        return "cross-attention"
+    kind = str(getattr(layer.attn_type, "value", layer.attn_type))
+    return "" if kind == "decoder" else kind
+
+
+def _layer_variant(layer: Any) -> str:
+    if (layer.xai_temperature_len or -1) > 0:
+        return f"temperature length {layer.xai_temperature_len}"
+    if layer.pos_encoding_mode != "NONE":
+        return f"position encoding {layer.pos_encoding_mode}"
+    capped = (layer.logit_cap or 0) > 0 and layer.logit_capping_method != "tanh"
+    return f"logit capping {layer.logit_capping_method}" if capped else ""
+
+
+def _layer_head_dim(layer: Any) -> str:
+    sizes = {layer.qk_head_dim, layer.v_head_dim}
+    return "" if sizes <= set(HEAD_DIMS) else f"head dimension {', '.join(map(str, sorted(sizes)))}"
+
+
+def _layer_group(layer: Any) -> str:
+    group, rest = divmod(layer.tp_q_head_num, layer.tp_k_head_num)
+    good = rest == 0 and group <= LARGEST_GROUP
+    return "" if good else f"{layer.tp_q_head_num} query heads, {layer.tp_k_head_num} KV heads"
+
+
+def _attention_layers(runner: Any) -> list[Any]:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def _shapes_differ(runner: Any) -> str:
+    shapes = {
+        f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads of {layer.qk_head_dim}/{layer.v_head_dim}"
+        for layer in _attention_layers(runner)
+    }
+    return ", ".join(sorted(shapes)) if len(shapes) > 1 else ""
+
+
+def _sinks(runner: Any) -> str:
+    # Layers get their sinks as an argument of the call; the models keep them under these names.
+    for name, module in runner.model.named_modules():
+        for attribute in ("sinks", "attention_sink_bias"):
+            if getattr(module, attribute, None) is not None:
+                return f"{name}.{attribute}"
+    return ""
+
+
+_UNPROVEN = "not proven in this release"
+_OTHER_BACKEND = "Use the backend that SGLang picks for this model"
+_TWIN = "tests/test_inprocess.py::test_dense_twin"
+_ARGUMENTS = "tests/test_support.py::test_refused_arguments"
+_MODELS = "tests/test_support.py::test_refused_models"
+_LAYERS = "tests/test_support.py::test_refused_layers"
+
+_SINKS = Feature(
+    "attention sinks (learned logits)",
+    "refused",
+    _MODELS,
+    "the method has no term for them",
+    _OTHER_BACKEND,
+    model=_sinks,
+)
 
 FEATURES: tuple[Feature, ...] = (
     Feature("MHA and GQA decoder models", "works", _TWIN),
     Feature("page size 16, 32, 64, 128 and 256", "works", "tests/test_backend.py::test_page_sizes"),
-    Feature("radix cache, prefix hits, node splits", "works", "tests/test_server.py::test_reuse_is_exact"),
+    Feature("radix cache, prefix hits, node splits", "works", "tests/test_inprocess.py::test_reuse_is_exact"),
     Feature("chunked prefill", "works", _TWIN),
-    Feature("mixed chunk", "dense", "tests/test_backend.py::test_mixed_rows_are_counted"),
+    Feature("mixed chunk", "dense", "tests/test_inprocess.py::test_mixed_rows_are_counted"),
     Feature("overlap scheduling", "works", _TWIN),
-    Feature("abort in mid-prefill", "works", "tests/test_server.py::test_abort_leaves_summaries_intact"),
-    Feature("eviction and reuse of pages", "works", "tests/test_server.py::test_eviction_leaves_summaries_intact"),
-    Feature("short contexts (min_context_tokens)", "dense", "tests/test_backend.py::test_short_batches_run_dense"),
+    Feature("abort in mid-prefill", "works", "tests/test_inprocess.py::test_abort_keeps_summaries"),
+    Feature("eviction and reuse of pages", "works", "tests/test_inprocess.py::test_eviction_keeps_summaries"),
+    Feature("short contexts (min_context_tokens)", "dense", "tests/test_inprocess.py::test_short_batches_run_dense"),
     Feature("bf16, fp16 and fp32 KV cache", "works", "tests/test_backend.py::test_cache_dtypes"),
     Feature("logit soft cap", "works", "tests/test_backend.py::test_logit_cap"),
     Feature(
         "different prefill and decode attention backends",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "a foreign prefill backend would fill pages without summarising them",
         "Use --attention-backend locks alone; --locks-dense-backend names the backend that prefill runs on",
-        _backends_differ,
+        arguments=_backends_differ,
     ),
     Feature(
         "a page size outside 16, 32, 64, 128, 256",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "a summary page is 16 contiguous tokens",
         "Leave --page-size out (it is 16 then) or use one of these",
-        lambda view: view.page_size is not None and view.page_size not in PAGE_SIZES,
+        arguments=_page_size,
     ),
     Feature(
         "speculative decoding",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "rejected draft tokens would leave summaries of pages that are written again",
         "Drop --speculative-algorithm",
-        _flag("speculative_algorithm"),
+        arguments=_given("speculative_algorithm"),
     ),
     Feature(
-        "the decode role of PD disaggregation",
+        "PD disaggregation",
         "refused",
-        "tests/test_support.py",
-        "its KV arrives without a forward pass",
-        "Use locks on a server that prefills itself",
-        lambda view: getattr(view, "disaggregation_mode", None) == "decode",
+        _ARGUMENTS,
+        "a decode server's KV arrives without a forward pass, and a prefill server has no decode to make sparse",
+        "Use locks on a server that does both; drop --disaggregation-mode and --enable-pd-role-switch",
+        arguments=_either(_disaggregation, _given("enable_pd_role_switch")),
     ),
     Feature(
-        "hierarchical cache (HiCache)",
+        "the hierarchical cache (HiCache)",
         "refused",
-        "tests/test_support.py",
-        _ISSUE,
+        _ARGUMENTS,
+        _UNPROVEN,
         "Drop --enable-hierarchical-cache",
-        _flag("enable_hierarchical_cache"),
+        arguments=_given("enable_hierarchical_cache"),
     ),
     Feature(
         "a quantised KV cache",
         "refused",
-        "tests/test_support.py",
-        _ISSUE,
-        "Use --kv-cache-dtype auto",
-        _quantized_kv,
+        _ARGUMENTS,
+        _UNPROVEN,
+        "Use --kv-cache-dtype bfloat16, or auto if the checkpoint asks for no other",
+        arguments=_quantized_kv,
+        model=_quantized_pool,
     ),
     Feature(
         "tensor, pipeline or data parallelism",
         "refused",
-        "tests/test_support.py",
-        _ISSUE,
-        "Use --tp 1 --pp 1 --dp 1",
-        _above_one("tp_size", "pp_size", "dp_size"),
+        _ARGUMENTS,
+        _UNPROVEN,
+        "Use --tp-size 1 --pp-size 1 --dp-size 1",
+        arguments=_above_one("tp_size", "pp_size", "dp_size"),
     ),
     Feature(
         "context parallelism",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "the pages of a request would be spread over ranks",
-        "Drop --dcp-size and --attn-cp-size",
-        lambda view: _above_one("dcp_size", "attn_cp_size")(view) or _flag("enable_prefill_context_parallel")(view),
+        "Drop --dcp-size, --attn-cp-size and --enable-prefill-cp",
+        arguments=_either(_above_one("dcp_size", "attn_cp_size"), _given("enable_prefill_cp")),
     ),
     Feature(
         "two-batch overlap or pdmux",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "it splits batches over several instances of the backend",
         "Drop --enable-two-batch-overlap and --enable-pdmux",
-        lambda view: _flag("enable_two_batch_overlap")(view) or _flag("enable_pdmux")(view),
+        arguments=_given("enable_two_batch_overlap", "enable_pdmux"),
     ),
     Feature(
         "a full CUDA graph for prefill",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "pages are summarised eagerly after each layer's prefill attention",
         "Use --cuda-graph-backend-prefill disabled or breakable",
-        _full_prefill_graph,
+        arguments=_full_prefill_graph,
+    ),
+    Feature(
+        "torch.compile",
+        "refused",
+        _ARGUMENTS,
+        _UNPROVEN,
+        "Drop --enable-torch-compile",
+        arguments=_given("enable_torch_compile"),
     ),
     Feature(
         "LoRA",
         "refused",
-        "tests/test_support.py",
-        _ISSUE,
+        _ARGUMENTS,
+        _UNPROVEN,
         "Serve without --enable-lora and --lora-paths",
-        lambda view: _flag("enable_lora")(view) or _flag("lora_paths")(view),
+        arguments=_given("enable_lora", "lora_paths"),
     ),
     Feature(
-        "streaming sessions",
+        "streaming sessions and the session radix cache",
         "refused",
-        "tests/test_support.py",
-        _ISSUE,
-        "Drop --enable-streaming-session",
-        _flag("enable_streaming_session"),
+        _ARGUMENTS,
+        _UNPROVEN,
+        "Drop --enable-streaming-session and --enable-session-radix-cache",
+        arguments=_given("enable_streaming_session", "enable_session_radix_cache"),
     ),
     Feature(
-        "memory saver",
+        "the memory saver",
         "refused",
-        "tests/test_support.py",
-        _ISSUE,
+        _ARGUMENTS,
+        _UNPROVEN,
         "Drop --enable-memory-saver",
-        _flag("enable_memory_saver"),
+        arguments=_given("enable_memory_saver"),
     ),
     Feature(
         "HiSparse, diffusion LLMs or multi-item scoring",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "they bring an attention of their own",
         "Drop --enable-hisparse, --dllm-algorithm and --enable-mis",
-        lambda view: any(_flag(name)(view) for name in ("enable_hisparse", "dllm_algorithm", "enable_mis")),
+        arguments=_given("enable_hisparse", "dllm_algorithm", "enable_mis"),
     ),
     Feature(
-        "an external KV cache layer (LMCache, FlexKV, a custom radix cache)",
+        "an external KV cache layer (LMCache, FlexKV, a cache linker, a custom radix cache)",
         "refused",
-        "tests/test_support.py",
+        _ARGUMENTS,
         "its KV arrives without a forward pass",
-        "Drop --enable-lmcache, --enable-flexkv and --radix-cache-backend",
-        lambda view: any(_flag(name)(view) for name in ("enable_lmcache", "enable_flexkv", "radix_cache_backend")),
-    ),
-    Feature(
-        "multi-head latent attention (MLA)",
-        "refused",
-        "tests/test_support.py",
-        "its cache holds latent vectors, not keys",
-        "Use the backend that SGLang picks for this model",
-        _flag("use_mla_backend"),
-        "model",
-    ),
-    Feature(
-        "a hybrid linear-attention model",
-        "refused",
-        "tests/test_support.py",
-        "only some of its layers have a KV cache",
-        "Use the backend that SGLang picks for this model",
-        _hybrid_linear,
-        "model",
-    ),
-    Feature(
-        "sliding-window attention",
-        "refused",
-        "tests/test_support.py",
-        "a window is already a fixed budget",
-        "Use the backend that SGLang picks for this model",
-        _sliding_window,
-        "model",
-    ),
-    Feature(
-        "an encoder, embedding or cross-attention model",
-        "refused",
-        "tests/test_support.py",
-        "the method needs a causal decoder that generates",
-        "Use the backend that SGLang picks for this model",
-        _cross_attention,
-        "model",
-    ),
-    Feature(
-        "this head dimension",
-        "refused",
-        "tests/test_support.py",
-        f"head dimensions {', '.join(map(str, HEAD_DIMS))} are tested",
-        "Use another backend for this model",
-        lambda runner: runner.model_config.head_dim not in HEAD_DIMS,
-        "model",
-    ),
-    Feature(
-        "this kind of KV pool",
-        "refused",
-        "tests/test_support.py",
-        "summaries are computed from SGLang's token-major MHA pool",
-        "Drop --enable-page-major-kv-layout, --enable-unified-memory and SGLANG_USE_HND_KVCACHE",
-        _other_pool,
-        "model",
+        "Drop --enable-lmcache, --enable-flexkv, --enable-unified-cache-external-linker and --radix-cache-backend",
+        arguments=_given("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker", "radix_cache_backend"),
     ),
     Feature(
         "deterministic inference",
         "refused",
-        "tests/test_support.py",
-        "SGLang itself refuses backends that it does not list for it",
+        "tests/test_support.py::test_refused_by_sglang",
+        "SGLang refuses backends that it does not list for it",
         "Drop --enable-deterministic-inference",
-        _flag("enable_deterministic_inference"),
+    ),
+    Feature(
+        "page-major KV layouts and unified memory",
+        "refused",
+        "tests/test_support.py::test_refused_by_sglang",
+        "SGLang refuses backends that it does not list for it",
+        "Drop --enable-page-major-kv-layout and --enable-unified-memory",
+    ),
+    Feature(
+        "an encoder, embedding or cross-attention model",
+        "refused",
+        _MODELS,
+        "the method needs a causal decoder that generates",
+        _OTHER_BACKEND,
+        arguments=_given("is_embedding"),
+        model=_not_a_decoder,
+        layer=_layer_not_causal,
+    ),
+    Feature(
+        "multi-head latent attention (MLA)",
+        "refused",
+        _MODELS,
+        "its cache holds latent vectors, not keys",
+        _OTHER_BACKEND,
+        model=_mla,
+    ),
+    Feature(
+        "a hybrid linear-attention model",
+        "refused",
+        _MODELS,
+        "only some of its layers have a KV cache",
+        _OTHER_BACKEND,
+        model=_hybrid_linear,
+    ),
+    Feature(
+        "sliding-window attention",
+        "refused",
+        _MODELS,
+        "a window is already a fixed budget",
+        _OTHER_BACKEND,
+        model=_window,
+        layer=_layer_window,
+    ),
+    _SINKS,
+    Feature(
+        "this kind of KV pool",
+        "refused",
+        _MODELS,
+        "summaries are computed from SGLang's token-major MHA pool",
+        "Unset SGLANG_USE_HND_KVCACHE and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        model=_other_pool,
+    ),
+    Feature(
+        "layers of different shapes",
+        "refused",
+        _MODELS,
+        "all layers share one size of summary",
+        _OTHER_BACKEND,
+        model=_shapes_differ,
+    ),
+    Feature(
+        "this head dimension",
+        "refused",
+        _LAYERS,
+        f"{', '.join(map(str, HEAD_DIMS))} are tested",
+        _OTHER_BACKEND,
+        layer=_layer_head_dim,
+    ),
+    Feature(
+        "this number of query heads",
+        "refused",
+        _LAYERS,
+        f"1 to {LARGEST_GROUP} per KV head are tested",
+        _OTHER_BACKEND,
+        layer=_layer_group,
+    ),
+    Feature(
+        "this attention variant",
+        "refused",
+        _LAYERS,
+        "the method has no term for it",
+        _OTHER_BACKEND,
+        layer=_layer_variant,
     ),
 )
 
@@ -308,22 +463,48 @@ def check_arguments(view: Any) -> None:
     Raises:
         UnsupportedError: the first refused feature that is asked for.
     """
-    _check(view, "arguments")
+    for feature in FEATURES:
+        if feature.arguments is not None and (found := feature.arguments(view)):
+            raise UnsupportedError(feature.message(found))
 
 
 def check_model(runner: Any) -> None:
-    """Refuse models that `locks` cannot serve; `runner` is SGLang's `ModelRunner` with its KV pool.
+    """Refuse models that `locks` cannot serve; `runner` is SGLang's `ModelRunner` with its model and KV pool.
 
     Raises:
-        UnsupportedError: the first refused feature that is asked for.
+        UnsupportedError: the first refused feature that the model has, in any layer.
     """
-    _check(runner, "model")
-
-
-def _check(facts: Any, stage: str) -> None:
     for feature in FEATURES:
-        if feature.asked is not None and feature.stage == stage and feature.asked(facts):
-            raise UnsupportedError(feature.message)
+        if feature.model is not None and (found := feature.model(runner)):
+            raise UnsupportedError(feature.message(found))
+    for layer in _attention_layers(runner):
+        check_layer(layer, None)
+
+
+def check_layer(layer: Any, sinks: Any) -> None:
+    """Refuse a layer whose attention the method does not cover; `sinks` is what its call brings under this name.
+
+    Raises:
+        UnsupportedError: naming the layer and the feature.
+    """
+    for feature in FEATURES:
+        if feature.layer is not None and (found := feature.layer(layer)):
+            raise UnsupportedError(feature.message(f"layer {layer.layer_id}: {found}"))
+    if sinks is not None:
+        raise UnsupportedError(_SINKS.message(f"layer {layer.layer_id}"))
+
+
+def in_range(version: str) -> bool:
+    """Whether this SGLang version is supported."""
+    return version_key(FIRST_VERSION) <= version_key(version) < version_key(END_VERSION)
+
+
+def verification_level(version: str) -> str:
+    """How far `locks` was tested on this SGLang version: "GPU-verified", "CPU-verified" or "unverified"."""
+    release = version.split("+")[0]
+    if release in GPU_VERIFIED:
+        return "GPU-verified"
+    return "CPU-verified" if release in CPU_VERIFIED else "unverified"
 
 
 def check_version(version: str) -> None:
@@ -332,26 +513,11 @@ def check_version(version: str) -> None:
     Raises:
         UnsupportedError: naming the version, the range and how to get there.
     """
-    if not version_key(FIRST_VERSION) <= version_key(version) < version_key(END_VERSION):
+    if not in_range(version):
         raise UnsupportedError(
-            f"locks: SGLang {version} is not supported: {FIRST_VERSION} to below {END_VERSION} is. "
+            f"locks does not support SGLang {version}: it needs {FIRST_VERSION} to below {END_VERSION}. "
             f"pip install 'sglang>={FIRST_VERSION},<{END_VERSION}'"
         )
-
-
-def check_layer(layer: Any, sinks: Any) -> None:
-    """Refuse a layer whose attention the method does not cover; checked at every call, so that no request slips through.
-
-    Raises:
-        UnsupportedError: naming the layer and the feature.
-    """
-    window = getattr(layer, "sliding_window_size", None)
-    if window is not None and window > -1:
-        raise UnsupportedError(f"locks: layer {layer.layer_id} has a sliding window of {window}; use another backend")
-    if getattr(layer, "is_cross_attention", False):
-        raise UnsupportedError(f"locks: layer {layer.layer_id} is cross-attention; use another backend")
-    if sinks is not None:
-        raise UnsupportedError(f"locks: layer {layer.layer_id} has attention sinks; use another backend")
 
 
 def markdown_matrix() -> str:

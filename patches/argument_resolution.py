@@ -7,10 +7,12 @@ model is loaded.
 
 import logging
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 from ..config import load_config
 from ..seams import Seam, named
+from ..support import check_arguments, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +24,11 @@ def resolve(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, A
 
     Raises:
         ConfigError: a bad `locks` setting.
-        UnsupportedError: a flag that `locks` refuses.
+        UnsupportedError: a version of SGLang or a flag that `locks` refuses.
     """
     if not named(view):
         return original(view)
-    from ..support import check_arguments
-
+    check_version(version("sglang"))
     load_config()
     check_arguments(view)
     if view.page_size is None:

@@ -1,6 +1,8 @@
 """`locks` is a known attention backend: on the command line and in SGLang's registry."""
 
+from ..packages import missing_package
 from ..seams import BACKEND, Seam
+from ..support import UnsupportedError
 
 
 def add_backend() -> None:
@@ -15,10 +17,18 @@ def add_backend() -> None:
 
 
 def _create(runner: object) -> object:
-    """Factory that SGLang calls once the KV pool exists. Heavy imports wait until here, so that the name is always known."""
-    from ..backend import create_backend
+    """Factory that SGLang calls once the KV pool exists. Heavy imports wait until here, so that the name is always known.
 
-    return create_backend(runner)
+    Raises:
+        UnsupportedError: a package that the backend needs does not import; `locks-sglang doctor` says the same.
+    """
+    try:
+        from ..backend import create_backend
+
+        return create_backend(runner)
+    except ImportError as error:
+        what, fix = missing_package(error)
+        raise UnsupportedError(f"locks cannot start: {what}. {fix}") from error
 
 
 def backend_is_known() -> bool:

@@ -7,17 +7,22 @@ from typing import Any
 from ..config import LocksConfig, flag_name, store_flag
 from ..seams import Seam
 
+_DEST = "locks_"
 
-class _StoreFlag(argparse.Action):
-    """Keep the value for `load_config` and leave no trace in SGLang's own namespace."""
+
+class _StoreFlag(argparse._StoreAction):
+    """Keep the value for `load_config` and leave no trace in SGLang's own namespace.
+
+    A store action by type, because SGLang 0.5.17 lets its `--config` file set nothing else.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        store_flag(self.const, values)
+        store_flag(self.dest.removeprefix(_DEST), values)
 
 
 def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     """After SGLang has added its own flags. Values are validated when the backend is chosen, with those of variables."""
-    if any(action.dest == "locks_config" for action in parser._actions):
+    if any(action.dest == _DEST + "config" for action in parser._actions):
         return
     group = parser.add_argument_group("locks", "settings of --attention-backend locks")
     for spec in dataclasses.fields(LocksConfig):
@@ -27,9 +32,7 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _add(group: Any, name: str, text: str) -> None:
-    group.add_argument(
-        flag_name(name), action=_StoreFlag, const=name, dest=f"locks_{name}", default=argparse.SUPPRESS, help=text
-    )
+    group.add_argument(flag_name(name), action=_StoreFlag, dest=_DEST + name, default=argparse.SUPPRESS, help=text)
 
 
 SEAMS: tuple[Seam, ...] = (

@@ -1,12 +1,11 @@
-"""On CPU: a torch form of the paged allocator's two Triton kernels. SGLang has one of its own where `use_triton_kernels`
-exists, and this does nothing then."""
+"""On CPU: a torch form of the paged allocator's two Triton kernels. SGLang has one of its own from 0.5.22 on."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..seams import Seam
+from ..seams import Seam, serving
 
 
 def extend_slots(
@@ -37,7 +36,7 @@ def extend_slots(
 
 
 def _needs_torch(allocator: Any) -> bool:
-    return str(allocator.device) == "cpu" and not hasattr(allocator, "use_triton_kernels")
+    return str(allocator.device) == "cpu" and serving()
 
 
 def _take(allocator: Any, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
@@ -90,6 +89,7 @@ SEAMS: tuple[Seam, ...] = (
         "around",
         alloc_extend,
         "allocates pages without Triton on CPU",
+        versions=(None, "0.5.22"),
         device="cpu",
     ),
     Seam(
@@ -97,6 +97,7 @@ SEAMS: tuple[Seam, ...] = (
         "around",
         alloc_decode,
         "allocates pages without Triton on CPU",
+        versions=(None, "0.5.22"),
         device="cpu",
     ),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..seams import BACKEND, Seam
+from ..seams import BACKEND, Seam, serving
 
 
 def without_triton(result: bool, backend: str) -> bool | None:
@@ -14,14 +14,17 @@ def without_triton(result: bool, backend: str) -> bool | None:
 
 
 def torch_last_loc(
-    original: Callable[..., Any], req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
+    original: Callable[..., Any],
+    req_to_token: torch.Tensor,
+    req_pool_indices_tensor: torch.Tensor,
+    prefix_lens_tensor: torch.Tensor,
 ) -> Any:
     """Around `get_last_loc`, the slot of every request's last cached token."""
-    if req_to_token.device.type != "cpu":
-        return original(req_to_token, req_pool_indices, prefix_lens)
+    if req_to_token.device.type != "cpu" or not serving():
+        return original(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
-    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+    return get_last_loc_torch(req_to_token, req_pool_indices_tensor, prefix_lens_tensor)
 
 
 SEAMS: tuple[Seam, ...] = (

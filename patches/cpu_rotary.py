@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..seams import BACKEND, Seam
+from ..seams import Seam, serving
 
 
 def without_fallback_kernel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -15,9 +15,8 @@ def without_fallback_kernel(original: Callable[..., None], *args: Any, **kwargs:
     """
     import torch
     from sglang.srt.layers.rotary_embedding import base
-    from sglang.srt.runtime_context import get_exec
 
-    if torch.cuda.is_available() or base._is_cpu or get_exec().kernel.attention_backend != BACKEND:
+    if torch.cuda.is_available() or base._is_cpu or not serving():
         original(*args, **kwargs)
         return
     base._is_cpu = True

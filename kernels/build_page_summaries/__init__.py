@@ -1,5 +1,7 @@
 """Rank-r spectral summaries of KV pages: build, packed record, `PageSummaries`."""
 
+from dataclasses import replace
+
 import torch
 
 from ..common import FLOAT_DTYPES, PAGE_SIZE, require
@@ -55,4 +57,4 @@ def build_page_summaries(
     valid = torch.ones(k.shape[0], dtype=torch.bool, device=k.device)
     if quantize:
         return PageSummaries(layout, valid, center, record=pack(factors, layout))
-    return PageSummaries(layout, valid, center, factors=factors)
+    return PageSummaries(layout, valid, center, factors=factors if value_mean else replace(factors, value_mean=None))

@@ -28,8 +28,8 @@ class RecordLayout:
     """Byte offsets of the sections of one packed record.
 
     Args:
-        head_dim: D, even.
-        v_head_dim: Dv.
+        head_dim: D, a multiple of 4.
+        v_head_dim: Dv, even.
         rank: R, 1 to min(15, D): a centred page of 16 tokens has rank 15 at most.
         value_mean: whether the record ends with the value mean, which the tail correction needs.
     """
@@ -40,7 +40,11 @@ class RecordLayout:
     value_mean: bool = True
 
     def __post_init__(self) -> None:
-        require(self.head_dim % 2 == 0, f"head_dim must be even to pack int4 pairs, got {self.head_dim}")
+        require(
+            self.head_dim % 4 == 0 and self.v_head_dim % 2 == 0,
+            f"head_dim must be a multiple of 4 and v_head_dim even, which keeps every bf16 scale of the record on an even "
+            f"byte; got {self.head_dim} and {self.v_head_dim}",
+        )
         limit = min(PAGE_SIZE - 1, self.head_dim)
         require(1 <= self.rank <= limit, f"rank must be 1 to {limit} (min(P - 1, D)), got {self.rank}")
 
@@ -120,7 +124,7 @@ def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
     }
     if layout.value_mean:
         require(factors.value_mean is not None, "the layout stores a value mean but none was given")
-        value, value_scale = quantize(factors.value_mean, -1, 127)  # type: ignore[arg-type]
+        value, value_scale = quantize(factors.value_mean, -1, 127)
         parts |= {"value_mean": _bytes_of(value.to(torch.int8)), "value_scale": _bytes_of(value_scale.unsqueeze(-1))}
     lead = factors.mean.shape[:-1]
     record = torch.zeros(*lead, layout.record_bytes, dtype=torch.uint8, device=factors.mean.device)

@@ -29,6 +29,10 @@ def page_factors(k: torch.Tensor, v: torch.Tensor, rank: int, center: torch.Tens
     # "no estimate" for this page alone.
     finite = torch.isfinite(gram).all(-1).all(-1)
     gram = torch.where(finite[..., None, None], gram, 0.0)
+    # Centred keys sum to zero, so the vector of ones spans the null space. Its eigenvalue is moved from 0 to -trace, far
+    # from every other: beside one very long key rounding would otherwise mix it with the directions of the short keys,
+    # and rank 15 would not be exact.
+    gram = gram - gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     left = torch.linalg.eigh(gram).eigenvectors[..., -rank:].flip(-1)
     left = _fix_signs(left)
     scaled = torch.where(finite[..., None, None], centred, 0.0).transpose(-1, -2) @ left

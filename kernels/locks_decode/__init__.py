@@ -56,6 +56,10 @@ def locks_decode_step(
         config.tail_correction == "off" or s.layout.value_mean,
         f"tail_correction {config.tail_correction!r} needs summaries built with value_mean=True",
     )
+    require(
+        config.tail_correction == "off" or s.layout.v_head_dim == v_cache.shape[2],
+        f"the summaries hold value means of Dv={s.layout.v_head_dim} but v_cache has Dv={v_cache.shape[2]}",
+    )
     return step(
         q,
         k_cache,

@@ -40,7 +40,10 @@ def step(
 ) -> DecodeStep:
     """As `locks_decode`, with the settings one by one."""
     num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).to(torch.int32)
-    scores = page_scores(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction)
+    # Summaries describe keys and values as they are stored, like the caches.
+    scores = page_scores(
+        q, s, page_table, num_pages, sm_scale * k_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction
+    )
     pages, counts = select_pages(
         scores.lse, num_pages, budget_pages, sink_pages, recent_pages, num_kv_heads=s.num_kv_heads, combine=combine
     )
@@ -58,7 +61,7 @@ def step(
         v_scale=v_scale,
     )
     if scores.tail is not None and scores.value_mean is not None:
-        out = merge_tail(out, lse, pages, scores.tail, scores.value_mean)
+        out = merge_tail(out, lse, pages, scores.tail, v_scale * scores.value_mean)
     return DecodeStep(out, pages, counts, scores)
 
 
@@ -90,7 +93,7 @@ def merge_tail(
     weight = torch.exp(grouped - peak)
     share = torch.exp(exact - peak)
     # A page without weight may have no usable value mean (NaN values): keep it out of the sum.
-    values = torch.where(torch.isfinite(value_mean), value_mean, 0.0)
+    values = torch.where(torch.isfinite(value_mean), value_mean, 0.0).to(weight.dtype)
     total = (share + weight.sum(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
     merged = (share * out.view(batch, kv_heads, heads // kv_heads, -1) + weight @ values) / total
     return merged.reshape(out.shape)

@@ -1,0 +1,64 @@
+# Every target makes the environment that it needs, once, and again only when pyproject.toml changes.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+SGLANG_VERSION ?= 0.5.23
+TESTS ?= not gpu
+# pip's bars for a person; nothing but errors in a log
+QUIET := $(shell test -t 2 || echo -qq)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test compat lint hooks clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo-$(SGLANG_VERSION) ## serve a real model with locks, chat over a long document, compare with dense
+	$(VENV)/bin/locks-sglang demo
+
+test: $(VENV)/.test-$(SGLANG_VERSION) ## run the tests; one kind: make test TESTS='not gpu and not server'
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m '$(TESTS)'
+
+compat: ## run the tests on the oldest supported SGLang, 0.5.17
+	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='$(TESTS) and not twin_matrix'
+
+lint: .venv-lint/.installed ## check style and types
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/mypy
+
+hooks: .venv-lint/.installed ## run `make lint` before every commit
+	.venv-lint/bin/pre-commit install
+
+clean: ## remove what was built: results, the demo's model, caches
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean ## remove the environments too (10 GB each)
+	rm -rf .venv .venv-0517 .venv-lint
+
+# Debian's Python comes without ensurepip; its pip can then fill the environment from outside.
+define environment
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=...") if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -m venv $(1) > /dev/null 2>&1 || { $(PYTHON) -m venv --without-pip $(1) \
+	  && $(PYTHON) -m pip --python $(1)/bin/python install $(QUIET) pip; }
+endef
+
+$(VENV)/.demo-$(SGLANG_VERSION): pyproject.toml
+	@echo "installing SGLang $(SGLANG_VERSION) into $(VENV): about 10 GB, some minutes"
+	$(call environment,$(VENV))
+	@rm -f $(VENV)/.demo-* $(VENV)/.test-*
+	$(VENV)/bin/python -m pip install $(QUIET) 'sglang==$(SGLANG_VERSION)' -e '.[demo]'
+	@touch $@
+
+$(VENV)/.test-$(SGLANG_VERSION): $(VENV)/.demo-$(SGLANG_VERSION)
+	$(VENV)/bin/python -m pip install $(QUIET) 'sglang==$(SGLANG_VERSION)' -e '.[demo,test]'
+	@touch $@
+
+# The linters alone, as pyproject.toml pins them, without SGLang.
+.venv-lint/.installed: pyproject.toml
+	$(call environment,.venv-lint)
+	@.venv-lint/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["optional-dependencies"]["lint"], sep="\n")' > .venv-lint/requirements.txt
+	.venv-lint/bin/python -m pip install $(QUIET) -r .venv-lint/requirements.txt
+	@touch $@

@@ -1,0 +1,7 @@
+"""`python -m locks_sglang` is `locks-sglang`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,85 @@
+"""`locks-sglang eval`: quality measured on real served runs."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..config import ConfigError
+from ..models import ModelError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one evaluation.
+
+    Args:
+        argv: the arguments after `eval`; those of the process when None.
+
+    Returns:
+        0; 1 where the result is not what is required; 2 where the evaluation could not run.
+    """
+    parser = argparse.ArgumentParser(prog="locks-sglang eval", description=__doc__)
+    commands = parser.add_subparsers(dest="evaluation", required=True)
+    text = "attention mass that page selection captures, by method and budget"
+    mass = commands.add_parser("mass", help=text, description=f"Measure the {text}, on keys and queries of a served run.")
+    _add_run_options(mass)
+    _add_layer_options(mass)
+    given = parser.parse_args(argv)
+
+    # Imported only now, so that --help needs neither torch nor SGLang.
+    from .capture import CaptureError
+    from .mass import run
+    from .text import TextError
+
+    try:
+        return run(given)
+    except (ConfigError, ModelError, TextError, CaptureError) as error:
+        print(f"locks-sglang eval {given.evaluation}: {error}", file=sys.stderr)
+        return 2
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every evaluation that serves a text."""
+    parser.add_argument(
+        "--model", metavar="PATH", help="folder of the model (default: SmolLM2-135M-Instruct, fetched into build/models)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a GPU")
+    parser.add_argument("--tokens", type=int, default=8000, metavar="N", help="length of the prompt (default %(default)s)")
+    parser.add_argument(
+        "--text",
+        default="prose",
+        metavar="TEXT",
+        help="prose (CPython's documentation topics), code (CPython's sources) or a UTF-8 file (default %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything drawn by lot (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, with all that led to them")
+
+
+def _add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """Options of evaluations that work layer by layer."""
+    parser.add_argument("--layers", type=_layer_step, default=1, metavar="all|every:N", help="layers to measure (default: all)")
+    parser.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=[64, 128, 256, 512, 1024, 2048],
+        metavar="TOKENS,...",
+        help="tokens that a KV head may read (default: 64,128,256,512,1024,2048)",
+    )
+
+
+def _layer_step(value: str) -> int:
+    """The N of "every:N"; 1 for "all"."""
+    step = value.removeprefix("every:")
+    if value == "all":
+        return 1
+    if step == value or not step.isdecimal() or int(step) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is neither all nor every:N with N of 1 or more")
+    return int(step)
+
+
+def _budgets(value: str) -> list[int]:
+    """Ascending budgets from comma-separated numbers; their range is the configuration's business."""
+    try:
+        return sorted({int(part) for part in value.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a list of whole numbers such as 128,512,2048") from None

@@ -1,0 +1,292 @@
+"""Scenarios that run on a real scheduler inside a worker process (`worker.py`). Each asserts and returns plain data."""
+
+import pydoc_data.topics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from locks_sglang import radix
+from locks_sglang.inprocess import InProcessServer, Request
+
+PAGE = 16
+
+
+def text_tokens(server: InProcessServer, count: int, skip: int = 0) -> list[int]:
+    """`count` tokens of real text, after leaving out `skip`."""
+    topics = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics))[: 8 * (count + skip)]
+    ids = server.scheduler.tokenizer(text)["input_ids"][skip : skip + count]
+    assert len(ids) == count
+    return list(ids)
+
+
+def counters(server: InProcessServer) -> dict[str, Any]:
+    """Plain copy of the counters."""
+    return dict(server.backend.counters.snapshot())
+
+
+def built(server: InProcessServer) -> list[int]:
+    """Summaries built so far, by layer."""
+    counts = server.backend.counters.built
+    return [counts[layer] for layer in server.backend.summaries.layer_ids]
+
+
+def assert_summaries_are_fresh(server: InProcessServer) -> int:
+    """Every page that the tree owns has a valid summary equal to a rebuild; returns how many pages there are."""
+    pages = radix.owned_pages(server.tree)
+    assert server.backend.summaries.verify(pages) == []
+    assert counters(server)["invalid_pages"] == 0
+    return len(pages)
+
+
+def greedy(server: InProcessServer, lengths: list[int], new_tokens: int, together: bool) -> list[list[int]]:
+    """Greedy tokens after real prompts of these lengths, served one by one or in one batch, from an empty cache."""
+    server.flush_cache()
+    prompts = [text_tokens(server, length, skip=37 * i) for i, length in enumerate(lengths)]
+    groups = [prompts] if together else [[prompt] for prompt in prompts]
+    requests: list[Request] = []
+    for group in groups:
+        requests += server.generate(group, new_tokens)
+    return [request.output_ids for request in requests]
+
+
+def greedy_with_gaps(server: InProcessServer, lengths: list[int], new_tokens: int) -> list[tuple[list[int], list[float]]]:
+    """`greedy`, one by one, and for each token the distance of the two best logits."""
+    sample = server.runner.sample
+    found: list[tuple[list[int], list[float]]] = []
+    for i, length in enumerate(lengths):
+        gaps: list[float] = []
+
+        def keep_gap(logits: Any, batch: Any, gaps: list[float] = gaps) -> Any:
+            best = logits.next_token_logits.float().topk(2).values[0]
+            gaps.append(float(best[0] - best[1]))
+            return sample(logits, batch)
+
+        server.runner.sample = keep_gap
+        (request,) = server.generate([text_tokens(server, length, skip=37 * i)], new_tokens)
+        found.append((request.output_ids, gaps))
+    server.runner.sample = sample
+    return found
+
+
+def twin(server: InProcessServer, lengths: list[int], new_tokens: int, together: bool) -> list[list[int]]:
+    """`greedy`, and every decode row was sparse and had all its pages."""
+    before = counters(server)
+    tokens = greedy(server, lengths, new_tokens, together)
+    after = counters(server)
+    assert after["sparse_rows"] > before["sparse_rows"]
+    assert after["dense_rows"] == before["dense_rows"]
+    assert after["pages_read"] - before["pages_read"] == after["pages_held"] - before["pages_held"]
+    assert_summaries_are_fresh(server)
+    return tokens
+
+
+def sparse_reads_only_selected(server: InProcessServer) -> dict[str, float]:
+    """Poison every slot outside the selected pages of each KV head with NaN: the output of every layer is unchanged."""
+    import locks_sglang.backend as module
+    from locks_sglang.kernels.locks_decode import locks_decode_step
+
+    original = module.locks_decode
+    calls = 0
+
+    def poisoned(q: Any, k: Any, v: Any, s: Any, table: Any, lengths: Any, scale: float, config: Any, **kw: Any) -> Any:
+        nonlocal calls
+        step = locks_decode_step(q, k, v, s, table, lengths, scale, config, **kw)
+        keys, values = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+        for row in range(q.shape[0]):
+            for head in range(k.shape[1]):
+                chosen = step.pages[row, head][: int(step.counts[row])].long()
+                slots = (table[row, chosen].long()[:, None] * PAGE + torch.arange(PAGE, device=k.device)).flatten()
+                keys[slots, head], values[slots, head] = k[slots, head], v[slots, head]
+        again = original(q, keys, values, s, table, lengths, scale, config, **kw)
+        assert torch.equal(again, step.out.to(q.dtype))
+        calls += 1
+        return again
+
+    before = counters(server)
+    module.locks_decode = poisoned
+    try:
+        server.generate([text_tokens(server, 4000)], 4)
+    finally:
+        module.locks_decode = original
+    after = counters(server)
+    assert calls >= 3 * len(server.backend.summaries.layer_ids)
+    held, read = (after[name] - before[name] for name in ("pages_held", "pages_read"))
+    assert after["dense_rows"] == before["dense_rows"]
+    return {"share": read / held, "held": held, "read": read}
+
+
+def reuse_is_exact(server: InProcessServer) -> None:
+    """A second turn and a second conversation build exactly the pages that the cached prefix does not cover."""
+    server.flush_cache()
+    document = text_tokens(server, 1100, skip=5000)
+    page = server.tree.page_size
+
+    def serve(prompt: list[int], new_tokens: int) -> Request:
+        before, reused = built(server), server.backend.counters.reused
+        (request,) = server.generate([prompt], new_tokens)
+        cached = request.cached_tokens
+        assert cached % page == 0
+        # The last generated token is never fed back, so its key is never stored. The overlap scheduler may run one
+        # surplus step, whose token completes a page of its own at most.
+        stored = len(prompt) + new_tokens - 1
+        surplus = (stored + 1) // PAGE - stored // PAGE if server.scheduler.enable_overlap else 0
+        expected = stored // PAGE - cached // PAGE
+        for layer, (now, then) in enumerate(zip(built(server), before, strict=True)):
+            assert now - then in (expected, expected + surplus), (layer, now - then, expected, cached)
+        assert server.backend.counters.reused - reused == cached // PAGE
+        return request
+
+    first = serve(document, 40)
+    assert first.cached_tokens == 0
+    second = serve(document + first.output_ids + text_tokens(server, 50, skip=900), 40)
+    assert second.cached_tokens == (len(document) + 39) // page * page
+    other = serve(document + text_tokens(server, 70, skip=3000), 20)
+    assert other.cached_tokens == len(document) // page * page
+    for node in radix.path(server.tree, document):
+        assert node.stale == 0
+        assert (node.builds == 1).all()
+        assert (node.reuses == 2).all()
+    assert_summaries_are_fresh(server)
+
+
+def split_keeps_summaries(server: InProcessServer) -> None:
+    """A node is split by a prompt that leaves it in the middle: both halves keep their pages and summaries."""
+    server.flush_cache()
+    stem = text_tokens(server, 640, skip=8000)
+    server.generate([stem], 2)
+    whole = radix.path(server.tree, stem)
+    records = server.backend.summaries.record.clone()
+    server.generate([stem[:320] + text_tokens(server, 200, skip=100)], 2)
+    parts = radix.path(server.tree, stem)
+    assert len(parts) == len(whole) + 1
+    assert torch.equal(torch.cat([n.pages for n in parts]), torch.cat([n.pages for n in whole]))
+    kept = torch.cat([n.pages for n in whole])
+    assert torch.equal(server.backend.summaries.record[:, kept], records[:, kept])
+    assert all(n.stale == 0 and (n.builds == 1).all() for n in parts)
+    nodes = {(n.start, tuple(n.pages.tolist())) for n in radix.walk(server.tree)}
+    assert {page for _, pages in nodes for page in pages} >= set(kept.tolist())
+    assert_summaries_are_fresh(server)
+
+
+def eviction_keeps_summaries(server: InProcessServer) -> int:
+    """Prompts that together exceed the pool: pages are evicted and written again, live summaries stay right."""
+    server.flush_cache()
+    seen: set[int] = set()
+    reused_pages = 0
+    for i in range(5):
+        prompt = text_tokens(server, 2200, skip=1500 * i)
+        server.generate([prompt], 4)
+        pages = set(torch.cat([node.pages for node in radix.path(server.tree, prompt)]).tolist())
+        reused_pages += len(pages & seen)
+        seen |= pages
+        assert_summaries_are_fresh(server)
+    assert reused_pages > 50
+    return reused_pages
+
+
+def abort_keeps_summaries(server: InProcessServer) -> None:
+    """A request is aborted after each of its first chunks and sent again: same answer as undisturbed, all summaries right."""
+    server.flush_cache()
+    prompt = text_tokens(server, 1900, skip=2000)
+    (undisturbed,) = server.generate([prompt], 8)
+    for chunks in (1, 2, 3):
+        server.flush_cache()
+
+        def abort_after(chunks: int = chunks) -> Iterator[None]:
+            request = server.submit(prompt, 8)
+            for _ in range(chunks + 1):
+                yield
+            assert request.req is not None
+            assert request.output_ids == []
+            server.abort(request)
+
+        server.run(abort_after())
+        assert_summaries_are_fresh(server)
+        (again,) = server.generate([prompt], 8)
+        assert again.output_ids == undisturbed.output_ids
+        assert_summaries_are_fresh(server)
+
+
+def mixed_rows_are_counted(server: InProcessServer) -> None:
+    """Requests that arrive while others decode: decode rows of mixed batches run dense and are counted, all summaries right."""
+    server.flush_cache()
+    before = counters(server)
+    steps = 0
+
+    def second_arrives_late() -> Iterator[None]:
+        nonlocal steps
+        first = server.submit(text_tokens(server, 200), 40)
+        while len(first.output_ids) < 10:
+            yield
+        second = server.submit(text_tokens(server, 1700, skip=300), 10)
+        while not second.output_ids:
+            steps += 1
+            yield
+
+    server.run(second_arrives_late())
+    assert_summaries_are_fresh(server)
+    after = counters(server)
+    mixed = after["dense_rows"]["mixed"] - before["dense_rows"].get("mixed", 0)
+    # 1,700 tokens in chunks of 512, less the one token a step that the decoding request takes.
+    assert mixed == 4
+    assert mixed <= steps
+    assert after["sparse_rows"] - before["sparse_rows"] >= 40 + 10 - 2 - mixed
+
+
+def memory_is_counted(server: InProcessServer) -> None:
+    """Cell size = dense cell size + ceil(summary bytes per page over all layers / 16), and the pool holds just that."""
+    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
+
+    from locks_sglang.patches import memory_sizing
+
+    kvc = server.runner.kv_cache_configurator
+    hooked = create_memory_pool_configurator(kvc)._cell_size
+    chosen = memory_sizing.selected
+    memory_sizing.selected = lambda args: False
+    try:
+        dense = create_memory_pool_configurator(kvc)._cell_size
+    finally:
+        memory_sizing.selected = chosen
+    summaries = server.backend.summaries
+    config = server.runner.model_config
+    heads, layers = config.get_num_kv_heads(1), config.num_hidden_layers
+    assert dense == layers * heads * 2 * config.head_dim * server.kv_pool.dtype.itemsize
+    # D = 64, rank 8: 256 + 16 + 128 + 32 + 66 + 66 = 564 bytes, 576 with padding (DESIGN section 1: 14.1 % of bf16 KV).
+    assert summaries.bytes_per_page == layers * heads * 576
+    assert hooked - dense == -(-summaries.bytes_per_page // PAGE)
+    assert summaries.record.numel() == summaries.bytes_per_page * summaries.num_pages
+    assert summaries.num_pages * PAGE == server.kv_pool.get_key_buffer(0).shape[0]
+
+
+def short_batches_run_dense(server: InProcessServer) -> None:
+    """While every row is shorter than min_context_tokens, decode runs on the inner backend; one long row ends that."""
+    import dataclasses
+
+    backend = server.backend
+    server.flush_cache()
+    configured = backend.config
+    backend.config = dataclasses.replace(configured, min_context_tokens=256)
+    try:
+        before = counters(server)
+        server.generate([text_tokens(server, 100)], 8)
+        short = counters(server)
+        assert short["dense_rows"]["short"] - before["dense_rows"].get("short", 0) >= 7
+        assert short["sparse_rows"] == before["sparse_rows"]
+        server.generate([text_tokens(server, 100, skip=500), text_tokens(server, 400, skip=900)], 8)
+        long = counters(server)
+        assert long["dense_rows"]["short"] == short["dense_rows"]["short"]
+        assert long["sparse_rows"] - short["sparse_rows"] >= 14
+    finally:
+        backend.config = configured
+    assert_summaries_are_fresh(server)
+
+
+def untouched(server: InProcessServer) -> None:
+    """Before the first request nothing was built, counted or centred."""
+    summaries = server.backend.summaries
+    assert not summaries.valid.any()
+    assert not summaries.center.any()
+    assert built(server) == [0] * summaries.num_layers
+    assert counters(server)["decode_steps"] == 0

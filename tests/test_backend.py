@@ -1,0 +1,294 @@
+"""`LocksAttnBackend` on SGLang's real pools, allocator and attention layers, without a model: every cell of page size, head
+dimension, group size, cache dtype and soft cap against dense attention in fp64."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from locks_sglang import LocksConfig
+from locks_sglang.backend import LocksAttnBackend
+from locks_sglang.kernels.common import PAGE_SIZE
+
+LAYERS = 2
+SLOTS = 4096
+
+
+class Bench:
+    """A backend over real pools, and sequences whose keys and values are known."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 16,
+        heads: int = 2,
+        group: int = 3,
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        logit_cap: float = 0.0,
+        budget_tokens: int = 8192,
+        **settings: Any,
+    ) -> None:
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        self.page_size, self.heads, self.group, self.head_dim, self.dtype = page_size, heads, group, head_dim, dtype
+        self.kv_pool = MHATokenToKVPool(
+            SLOTS,
+            page_size=page_size,
+            dtype=dtype,
+            head_num=heads,
+            head_dim=head_dim,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        self.requests = ReqToTokenPool(size=8, max_context_len=2048, device="cpu", enable_memory_saver=False)
+        runner = SimpleNamespace(token_to_kv_pool=self.kv_pool, req_to_token_pool=self.requests, device="cpu")
+        self.config = LocksConfig(budget_tokens=budget_tokens, **settings)
+        self.backend = LocksAttnBackend(runner, self.config, TorchNativeAttnBackend(runner))
+        self.layers = [
+            RadixAttention(heads * group, head_dim, head_dim**-0.5, heads, layer_id=i, logit_cap=logit_cap)
+            for i in range(LAYERS)
+        ]
+        generator = torch.Generator().manual_seed(0)
+        self.keys = torch.randn(8, LAYERS, 2048, heads, head_dim, generator=generator)
+        self.values = torch.randn(8, LAYERS, 2048, heads, head_dim, generator=generator)
+        self.queries = torch.randn(8, LAYERS, 2048, heads * group, head_dim, generator=generator)
+        pages = torch.randperm(SLOTS // page_size - 1, generator=generator) + 1
+        slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+        share = len(slots) // 8 // page_size * page_size
+        for row in range(8):
+            self.requests.req_to_token[row, :share] = slots[row * share : (row + 1) * share].int()
+
+    def step(
+        self,
+        rows: list[int],
+        prefixes: list[int],
+        totals: list[int],
+        mode: ForwardMode,
+        requests: str | None = "request",
+    ) -> list[torch.Tensor]:
+        """Run tokens [prefix, total) of every row through every layer; outputs [tokens, Hq, D] by layer."""
+        spans = [(r, p, t) for r, p, t in zip(rows, prefixes, totals, strict=True)]
+        table = self.requests.req_to_token
+        extend = [t - p for p, t in zip(prefixes, totals, strict=True)]
+        batch = SimpleNamespace(
+            forward_mode=mode,
+            batch_size=len(rows),
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=torch.tensor(totals),
+            seq_lens_cpu=torch.tensor(totals),
+            out_cache_loc=torch.cat([table[r, p:t] for r, p, t in spans]).long(),
+            extend_prefix_lens=torch.tensor(prefixes),
+            extend_seq_lens=torch.tensor(extend),
+            extend_prefix_lens_cpu=prefixes,
+            extend_seq_lens_cpu=extend,
+            encoder_lens=None,
+            rids=requests and [f"{requests} {r}" for r in rows],
+        )
+        self.backend.init_forward_metadata(batch)
+        out = []
+        for layer in self.layers:
+            index = layer.layer_id
+            q, k, v = (torch.cat([x[r, index, p:t] for r, p, t in spans]).to(self.dtype) for x in self.tensors)
+            result = self.backend.forward(q.flatten(1), k, v, layer, batch)
+            out.append(result.view(-1, self.heads * self.group, self.head_dim))
+        return out
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.queries, self.keys, self.values
+
+    def truth(self, row: int, position: int, layer: int) -> torch.Tensor:
+        """Dense attention [Hq, D] of one token in fp64, from what the cache holds."""
+        q, k, v = (x[row, layer].to(self.dtype).double() for x in self.tensors)
+        keys = k[: position + 1].repeat_interleave(self.group, 1)
+        values = v[: position + 1].repeat_interleave(self.group, 1)
+        logits = torch.einsum("hd,thd->ht", q[position], keys) * self.head_dim**-0.5
+        cap = self.layers[layer].logit_cap
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return torch.einsum("ht,thd->hd", logits.softmax(-1), values)
+
+    def complete_pages(self, row: int, tokens: int) -> torch.Tensor:
+        """Physical pages of the complete pages of a row."""
+        return self.requests.req_to_token[row, : tokens // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE].long() // PAGE_SIZE
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Largest error relative to the largest output: a few units of the dtype in which the output is rounded (2^-24, 2^-11,
+2^-8)."""
+
+
+def check_all_fit(bench: Bench) -> None:
+    """Prefill and decode over page borders with a budget that holds everything: outputs equal dense, summaries are fresh."""
+    rows, lengths = [0, 2, 5], [1, 31, 200]
+    bench.step(rows, [0, 0, 0], lengths, ForwardMode.EXTEND)
+    for _ in range(18):
+        lengths = [n + 1 for n in lengths]
+        out = bench.step(rows, [n - 1 for n in lengths], lengths, ForwardMode.DECODE)
+        for layer in range(LAYERS):
+            for i, row in enumerate(rows):
+                truth = bench.truth(row, lengths[i] - 1, layer)
+                error = (out[layer][i].double() - truth).abs().max() / truth.abs().max()
+                assert error <= TOLERANCE[bench.dtype]
+    pages = torch.cat([bench.complete_pages(row, n) for row, n in zip(rows, lengths, strict=True)])
+    assert bench.backend.summaries.verify(pages) == []
+    counts = bench.backend.counters.snapshot()
+    assert counts["invalid_pages"] == 0
+    assert counts["sparse_rows"] == 3 * 18
+    assert counts["pages_read"] == counts["pages_held"]
+    assert counts["summaries_built"] == {str(layer): len(pages) for layer in range(LAYERS)}
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+def test_page_sizes(page_size: int) -> None:
+    check_all_fit(Bench(page_size=page_size))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_cache_dtypes(dtype: torch.dtype) -> None:
+    check_all_fit(Bench(dtype=dtype))
+
+
+def test_logit_cap() -> None:
+    bench = Bench(logit_cap=1.5)
+    bench.step([1], [0], [50], ForwardMode.EXTEND)
+    (out, _) = bench.step([1], [50], [51], ForwardMode.DECODE)
+    truth = bench.truth(1, 50, 0)
+    assert (out[0].double() - truth).abs().max() <= TOLERANCE[torch.float32] * truth.abs().max()
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "group"), [(64, 1, 1), (96, 2, 7), (128, 4, 8), (256, 3, 4), (64, 1, 16)])
+def test_head_shapes(head_dim: int, heads: int, group: int) -> None:
+    check_all_fit(Bench(head_dim=head_dim, heads=heads, group=group))
+
+
+def test_chunks_that_end_inside_pages() -> None:
+    """Chunk borders at 10, 35, 36, 64, 150: each page is built once, when it is complete, and counts no reuse."""
+    bench = Bench()
+    borders = [0, 10, 35, 36, 64, 150]
+    for begin, end in itertools.pairwise(borders):
+        bench.step([3], [begin], [end], ForwardMode.EXTEND)
+        pages = bench.complete_pages(3, end)
+        assert bench.backend.summaries.verify(pages) == []
+        assert bench.backend.summaries.builds[pages].tolist() == [1] * len(pages)
+    assert bench.backend.counters.reused == 0
+
+
+def test_prefix_of_another_request_is_reused() -> None:
+    """A request that starts with 64 cached tokens builds nothing for them and counts four reused pages."""
+    bench = Bench()
+    bench.step([0], [0], [80], ForwardMode.EXTEND)
+    bench.requests.req_to_token[1, :64] = bench.requests.req_to_token[0, :64]
+    shared = bench.complete_pages(0, 64)
+    before = bench.backend.summaries.record[:, shared].clone()
+    bench.step([1], [64], [100], ForwardMode.EXTEND)
+    assert torch.equal(bench.backend.summaries.record[:, shared], before)
+    assert bench.backend.counters.reused == 4
+    assert bench.backend.counters.built[0] == 5 + 2
+    assert bench.backend.summaries.reuses[shared].tolist() == [1] * 4
+
+
+def test_first_write_clears_a_page() -> None:
+    """A page that another request owned is invalid from the first token on, in a prefill chunk and in decode."""
+    bench = Bench()
+    bench.step([0], [0], [64], ForwardMode.EXTEND)
+    old = bench.complete_pages(0, 64)
+    bench.requests.req_to_token[4, :64] = bench.requests.req_to_token[0, :64]
+    bench.step([4], [0], [20], ForwardMode.EXTEND)
+    valid = bench.backend.summaries.valid
+    assert valid[:, old].tolist() == [[True, False, True, True]] * LAYERS
+    for length in range(21, 34):
+        bench.step([4], [length - 1], [length], ForwardMode.DECODE)
+    assert valid[:, old].tolist() == [[True, True, False, True]] * LAYERS
+    assert bench.backend.summaries.verify(old[:2]) == []
+
+
+def test_page_table_is_a_snapshot() -> None:
+    """SGLang may rewrite its table while the layers of a step run: the output does not change (USERS A37)."""
+    bench = Bench(budget_tokens=64)
+    bench.step([0], [0], [300], ForwardMode.EXTEND)
+    expected = bench.step([0], [300], [301], ForwardMode.DECODE)
+    plan = bench.backend.init_forward_metadata
+
+    def plan_then_overwrite(batch: Any) -> None:
+        plan(batch)
+        bench.requests.req_to_token.fill_(7)
+
+    bench.backend.init_forward_metadata = plan_then_overwrite  # type: ignore[method-assign]
+    kept = bench.requests.req_to_token.clone()
+    changed = bench.step([0], [300], [301], ForwardMode.DECODE)
+    bench.requests.req_to_token.copy_(kept)
+    assert all(torch.equal(a, b) for a, b in zip(expected, changed, strict=True))
+
+
+def test_dirty_pages_are_rebuilt_before_they_are_scored() -> None:
+    """KV moved in behind the backend's back: after the mark, the next step rebuilds exactly these pages."""
+    bench = Bench(budget_tokens=64)
+    bench.step([0], [0], [320], ForwardMode.EXTEND)
+    pages = bench.complete_pages(0, 320)
+    moved = pages[3:9]
+    slots = (moved[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+    generator = torch.Generator().manual_seed(5)
+    for layer in range(LAYERS):
+        for buffer in (bench.kv_pool.k_buffer[layer], bench.kv_pool.v_buffer[layer]):
+            buffer[slots] = torch.randn(buffer[slots].shape, generator=generator) * 3
+    assert {page for _, page in bench.backend.summaries.verify(pages)} == set(moved.tolist())
+    bench.backend.summaries.mark_dirty(slots)
+    bench.step([0], [320], [321], ForwardMode.DECODE)
+    assert bench.backend.summaries.verify(pages) == []
+    assert bench.backend.counters.rebuilt == len(moved)
+    assert bench.backend.counters.snapshot()["invalid_pages"] == 0
+
+
+def test_invalid_pages_are_attended_and_counted() -> None:
+    """A page without a summary is read although its budget would not have chosen it, and shows up in the counter."""
+    bench = Bench(budget_tokens=64, tail_correction="off")
+    bench.step([0], [0], [320], ForwardMode.EXTEND)
+    pages = bench.complete_pages(0, 320)
+    plain = bench.step([0], [320], [321], ForwardMode.DECODE)[0]
+    bench.backend.summaries.valid[:, pages[7]] = False
+    forced = bench.step([0], [320], [321], ForwardMode.DECODE)[0]
+    assert not torch.equal(plain, forced)
+    assert bench.backend.counters.snapshot()["invalid_pages"] == LAYERS
+
+
+def test_nan_keys_stay_in_their_request() -> None:
+    """A request with NaN keys gets NaN; the others of the batch are untouched, then and later."""
+    bench = Bench(budget_tokens=64)
+    bench.step([0, 1], [0, 0], [200, 200], ForwardMode.EXTEND)
+    clean = bench.step([0, 1], [200, 200], [201, 201], ForwardMode.DECODE)
+    bench.keys[1, :, 100] = float("nan")
+    bench.step([1], [0], [200], ForwardMode.EXTEND)
+    mixed = bench.step([0, 1], [200, 200], [201, 201], ForwardMode.DECODE)
+    for before, after in zip(clean, mixed, strict=True):
+        assert torch.equal(before[0], after[0])
+
+
+def test_sinks_and_windows_are_refused_at_the_layer() -> None:
+    bench = Bench()
+    windowed = RadixAttention(6, 64, 0.125, 2, layer_id=0, sliding_window_size=128)
+    bench.step([0], [0], [20], ForwardMode.EXTEND)
+    q = torch.randn(1, 6 * 64)
+    with pytest.raises(ValueError, match=r"layer 0: window of 128"):
+        bench.backend.forward_decode(q, None, None, windowed, None)
+    with pytest.raises(ValueError, match=r"sinks.*layer 0"):
+        bench.backend.forward_decode(q, None, None, bench.layers[0], None, sinks=torch.zeros(6))
+
+
+def test_warm_up_batches_leave_no_trace() -> None:
+    """SGLang warms up and captures with batches of no request (no request ids): nothing is built, counted or centred."""
+    bench = Bench()
+    for mode, prefix, total in ((ForwardMode.EXTEND, 0, 40), (ForwardMode.DECODE, 40, 41)):
+        bench.step([0], [prefix], [total], mode, requests=None)
+    summaries = bench.backend.summaries
+    assert not summaries.valid.any()
+    assert not summaries.center.any()
+    assert sum(summaries.counters.built.values()) == 0
+    assert summaries.counters.sparse_rows == 0
+    assert not summaries.counters.dense_rows

@@ -1,0 +1,125 @@
+"""The `locks-sglang` command: its subcommands, and SGLang's benchmark modules through `run`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from starts import clean_environment, run_all
+
+from locks_sglang import __version__
+from locks_sglang.cli import COMMANDS, main
+
+CLI = [sys.executable, "-m", "locks_sglang"]
+BENCHMARKS = ("sglang.benchmark.one_batch", "sglang.benchmark.one_batch_server")
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(f"\n  {name} " in printed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [[], ["serve"], ["--rank", "8"]])
+def test_unknown_commands_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert "COMMAND" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == f"locks-sglang {__version__}"
+
+
+@pytest.mark.parametrize("command", ["doctor", "run"])
+def test_options_after_a_command_are_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: locks-sglang {command}")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_have_a_main(command: str) -> None:
+    module, _ = COMMANDS[command]
+    file = Path(__file__).parents[1] / "locks_sglang" / (module.lstrip(".").replace(".", "/") + ".py")
+    assert "\ndef main(" in file.read_text()
+
+
+def test_command_line_needs_the_standard_library_alone() -> None:
+    """So that `doctor` runs where nothing else does."""
+    code = (
+        "import sys; before = set(sys.modules); import locks_sglang.cli, locks_sglang.doctor, locks_sglang.run; "
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "['locks_sglang']"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    script = tmp_path_factory.mktemp("run") / "probe_module.py"
+    script.write_text(
+        "import sys\n"
+        "from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES\n"
+        "print('NAME', __name__, 'ARGV', sys.argv[1:], 'KNOWN', 'locks' in ATTENTION_BACKEND_CHOICES)\n"
+        "print('FILE', sys.argv[0], 'MAIN', sys.modules['__main__'].__spec__.name)\n"
+        "sys.exit(7)\n"
+    )
+    ask = ["--attention-backend", "locks", "--locks-budget-tokens", "512", "--help"]
+    commands = {name: [*CLI, "run", name, *ask] for name in BENCHMARKS}
+    commands["without run"] = [sys.executable, "-m", BENCHMARKS[0], "--attention-backend", "locks", "--help"]
+    commands["probe"] = [*CLI, "run", "probe_module", "--flag", "-x", "1", "--", "rest"]
+    commands["no such module"] = [*CLI, "run", "sglang.benchmark.no_such_module"]
+    commands["no such package"] = [*CLI, "run", "no_such_package.module"]
+    outcomes = run_all([(command, {"PYTHONPATH": str(script.parent)}) for command in commands.values()])
+    return dict(zip(commands, outcomes, strict=True))
+
+
+@pytest.mark.parametrize("module", BENCHMARKS)
+def test_benchmarks_accept_the_backend(runs: dict[str, subprocess.CompletedProcess[str]], module: str) -> None:
+    """argparse checks `--attention-backend locks` before it comes to `--help`."""
+    run = runs[module]
+    assert run.returncode == 0, run.stderr
+    assert "--attention-backend" in run.stdout
+    assert "--locks-budget-tokens" in run.stdout
+
+
+def test_benchmarks_need_run(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    """Why there is a `run`: by itself the module does not know the backend."""
+    assert runs["without run"].returncode == 2
+    assert "invalid choice: 'locks'" in runs["without run"].stderr
+
+
+def test_modules_run_as_with_python_m(runs: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    """Arguments, exit code, and `__main__` as the processes that it spawns look for it."""
+    run = runs["probe"]
+    assert run.returncode == 7, run.stderr
+    assert "NAME __main__ ARGV ['--flag', '-x', '1', '--', 'rest'] KNOWN True" in run.stdout
+    assert "probe_module.py MAIN probe_module" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("no such module", "sglang.benchmark.no_such_module"), ("no such package", "no_such_package.module")],
+)
+def test_modules_that_do_not_exist(runs: dict[str, subprocess.CompletedProcess[str]], name: str, module: str) -> None:
+    assert runs[name].returncode == 2
+    assert f"there is no module {module}" in runs[name].stderr
+    assert "Traceback" not in runs[name].stderr
+
+
+def test_run_without_sglang(tmp_path: Path) -> None:
+    """In an interpreter that has no package but ours."""
+    root = str(Path(__file__).parents[1])
+    command = [sys.executable, "-S", "-m", "locks_sglang", "run", "sglang.benchmark.one_batch"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=clean_environment() | {"PYTHONPATH": root})
+    assert run.returncode == 1
+    assert "sglang cannot be imported (No module named 'sglang'); installed: none, wanted: sglang" in run.stderr
+    assert "pip install" in run.stderr

@@ -1,0 +1,450 @@
+"""`locks-sglang eval mass`: the selectors against small truths, the exit rule, and the command on the real model."""
+
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from locks_sglang.config import LocksConfig
+from locks_sglang.evaluation import selectors
+from locks_sglang.evaluation.capture import LayerCapture
+from locks_sglang.evaluation.cli import main
+from locks_sglang.evaluation.mass import TIE, MassResult, captured_mass, failures, format_table, measure_layer
+from locks_sglang.evaluation.text import CODE_MODULES, load_text
+from locks_sglang.ops import PageSummaries, build_page_summaries, page_lse
+
+from . import truth
+
+DIM, GROUP, KV_HEADS, LATE = 32, 3, 2, 8
+SCALE = DIM**-0.5
+
+
+def make_layer(tokens: int = 205, kind: str = "rope", layer_id: int = 3, cap: float = 0.0, seed: int = 0) -> LayerCapture:
+    """A layer with made-up keys; its outputs are the truth, and its served summaries are of rank 8 with a centre."""
+    gen = truth.generator(seed)
+    pages = -(-tokens // truth.PAGE)
+    keys, values = torch.zeros(2, pages * truth.PAGE, KV_HEADS, DIM)
+    keys[:tokens] = truth.make_keys(kind, tokens, KV_HEADS, DIM, gen)
+    values[:tokens] = torch.randn(tokens, KV_HEADS, DIM, generator=gen)
+    queries = torch.randn(LATE, KV_HEADS * GROUP, DIM, generator=gen)
+    seq_lens = torch.arange(tokens - LATE + 1, tokens + 1)
+    table = torch.arange(pages, dtype=torch.int32).repeat(LATE, 1)
+    outputs, _ = truth.attention(queries, keys, values, table, truth.all_pages(seq_lens, KV_HEADS), seq_lens, SCALE, cap)
+    paged = [x.view(pages, truth.PAGE, KV_HEADS, DIM) for x in (keys, values)]
+    built = build_page_summaries(*paged, 8, center=keys[:tokens].mean(0))
+    valid = torch.arange(pages) < tokens // truth.PAGE
+    served = PageSummaries(built.layout, valid, built.center, record=built.record)
+    return LayerCapture(layer_id, queries, torch.from_numpy(outputs).float(), *paged, seq_lens, SCALE, cap, served)
+
+
+def true_lse(layer: LayerCapture) -> np.ndarray:
+    keys = layer.keys.flatten(0, 1)
+    return truth.exact_page_lse(layer.queries, keys, layer.page_table, layer.seq_lens, layer.sm_scale, layer.logit_cap)
+
+
+def complete(layer: LayerCapture) -> np.ndarray:
+    """bool [B, 1, N]: pages of which a query sees every token."""
+    return (np.arange(layer.keys.shape[0]) < layer.seq_lens.numpy()[:, None] // truth.PAGE)[:, None]
+
+
+def token_logits(layer: LayerCapture) -> np.ndarray:
+    """fp64 [B, Hq, N, P]: every query with every key, without a cap."""
+    keys = truth.f64(layer.keys).repeat(GROUP, axis=2)
+    return layer.sm_scale * np.einsum("bhd,nphd->bhnp", truth.f64(layer.queries), keys)
+
+
+def assert_estimate(layer: LayerCapture, lse: torch.Tensor, expected: np.ndarray, error: float) -> None:
+    """Within `error` of [B, Hq, N] at complete pages."""
+    whole = np.broadcast_to(complete(layer), expected.shape)
+    np.testing.assert_allclose(truth.f64(lse)[whole], expected[whole], rtol=0.0, atol=error)
+
+
+# --- what a layer is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_replay_tells_a_true_capture_from_a_shifted_one(cap: float) -> None:
+    layer = make_layer(cap=cap)
+    assert layer.replay_error() < 1e-5
+    for part in ("queries", "outputs", "seq_lens"):
+        rolled = dataclasses.replace(layer, **{part: getattr(layer, part).roll(1, 0)})
+        assert rolled.replay_error() > 1e-3, part
+    swapped = dataclasses.replace(layer, keys=layer.keys.roll(1, 0))
+    assert swapped.replay_error() > 1e-2
+
+
+# --- selectors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [205, 208, 211])
+def test_every_selector_marks_the_pages_that_the_product_marks(tokens: int) -> None:
+    """+inf at the partial page and -inf past a query's pages; 211 tokens put a page edge between the late queries."""
+    layer = make_layer(tokens)
+    for selector in selectors.default_selectors(DIM, DIM, seed=0)[1:]:
+        lse = selector.page_lse(layer)
+        assert lse.shape == (LATE, KV_HEADS * GROUP, layer.keys.shape[0]), selector.name
+        for row, length in enumerate(layer.seq_lens.tolist()):
+            whole, partial = length // truth.PAGE, length % truth.PAGE != 0
+            assert torch.isfinite(lse[row, :, :whole]).all(), selector.name
+            assert (lse[row, :, whole : whole + partial] == torch.inf).all(), selector.name
+            assert (lse[row, :, whole + partial :] == -torch.inf).all(), selector.name
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_oracle_is_exact(cap: float) -> None:
+    layer = make_layer(211, cap=cap)
+    size = truth.logit_size(layer.queries, layer.keys, SCALE)
+    truth.assert_close(selectors.oracle(DIM).page_lse(layer), true_lse(layer), size)
+
+
+def test_locks_reads_the_records_that_the_server_built() -> None:
+    """Rank 8 is served here: the estimate must follow the served records, not the keys."""
+    layer = make_layer()
+    other = make_layer(seed=1).summaries
+    swapped = dataclasses.replace(layer, summaries=other)
+    score = selectors.locks_selector(8, DIM, DIM).page_lse
+    args = (layer.page_table, layer.num_pages, SCALE)
+    for capture in (layer, swapped):
+        expected = page_lse(capture.queries, capture.summaries, *args, seq_lens=capture.seq_lens)
+        assert torch.equal(score(capture), expected)
+    assert not torch.equal(score(layer), score(swapped))
+
+
+@pytest.mark.parametrize("rank", [2, 4])
+def test_locks_builds_other_ranks_with_the_served_centre(rank: int) -> None:
+    layer = make_layer()
+    lse = selectors.locks_selector(rank, DIM, DIM).page_lse(layer)
+    built = build_page_summaries(layer.keys, layer.values, rank, center=layer.summaries.center)
+    expected = page_lse(layer.queries, built, layer.page_table, layer.num_pages, SCALE, seq_lens=layer.seq_lens)
+    assert torch.equal(lse, expected)
+    uncentred = build_page_summaries(layer.keys, layer.values, rank)
+    assert not torch.equal(
+        lse, page_lse(layer.queries, uncentred, layer.page_table, layer.num_pages, SCALE, seq_lens=layer.seq_lens)
+    )
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_the_page_mean_is_exact_where_the_keys_of_a_page_are_equal(cap: float) -> None:
+    layer = make_layer(208, cap=cap)
+    layer = dataclasses.replace(layer, keys=layer.keys[:, :1].expand_as(layer.keys).contiguous())
+    assert_estimate(layer, selectors.page_mean(DIM).page_lse(layer), true_lse(layer), 1e-4)
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("kind", truth.KEY_KINDS)
+def test_the_min_max_bound_is_above_every_logit_and_reached(kind: str, cap: float) -> None:
+    layer = make_layer(kind=kind, cap=cap)
+    bound = truth.f64(selectors.min_max_bound(DIM).page_lse(layer))
+    logits = truth.cap_logits(token_logits(layer), cap)
+    slack = 1e-5 * truth.logit_size(layer.queries, layer.keys, SCALE)
+    assert (bound[..., None] >= logits - slack)[np.broadcast_to(complete(layer), bound.shape)].all()
+    # A query along one axis meets the key that is extreme on it: the bound is a logit then, no more.
+    axis = torch.zeros_like(layer.queries)
+    axis[..., 5], axis[1::2] = 3.0, -axis[1::2]
+    axis[1::2, :, 5] = -3.0
+    layer = dataclasses.replace(layer, queries=axis)
+    highest = truth.cap_logits(token_logits(layer), cap).max(-1)
+    assert_estimate(layer, selectors.min_max_bound(DIM).page_lse(layer), highest, slack)
+
+
+def test_a_global_sketch_of_full_rank_is_exact() -> None:
+    layer = make_layer()
+    whole = np.broadcast_to(complete(layer), true_lse(layer).shape)
+
+    def mean_error(rank: int, bits: int) -> float:
+        lse = truth.f64(selectors.global_sketch(rank, bits, "").page_lse(layer))
+        return float(np.abs(lse - true_lse(layer))[whole].mean())
+
+    assert mean_error(DIM, 16) < 2e-3
+    assert mean_error(DIM, 4) > 2e-2
+    assert mean_error(8, 16) > 2e-2
+
+
+@pytest.mark.parametrize("rank", [1, 8, 31])
+def test_the_global_basis_is_the_best_of_its_rank(rank: int) -> None:
+    """Residual of the fitted subspace against the singular values of the centred keys."""
+    keys = truth.make_keys("rope", 205, KV_HEADS, DIM, truth.generator(4))
+    mean, basis = selectors.fit_basis(keys, rank)
+    truth.assert_close(mean, truth.f64(keys).mean(0), size=20.0)
+    centred = truth.f64(keys) - truth.f64(keys).mean(0)
+    for head in range(KV_HEADS):
+        columns = truth.f64(basis[head])
+        np.testing.assert_allclose(columns.T @ columns, np.eye(rank), atol=1e-5)
+        residual = centred[:, head] - centred[:, head] @ columns @ columns.T
+        singular = np.linalg.svd(centred[:, head], compute_uv=False)
+        assert (residual**2).sum() == pytest.approx((singular[rank:] ** 2).sum(), rel=1e-3)
+
+
+def test_the_global_basis_is_fitted_over_the_prompt_alone() -> None:
+    """What stands past the prompt in its last page is nobody's."""
+    layer = make_layer(205)
+    marked = layer.keys.clone()
+    marked.flatten(0, 1)[205:] = 1e3
+    score = selectors.global_sketch(8, 8, "").page_lse
+    assert torch.equal(score(layer), score(dataclasses.replace(layer, keys=marked)))
+
+
+@pytest.mark.parametrize(("size", "dim", "rank"), [(512, 64, 60), (320, 64, 36), (512, 128, 60), (1024, 64, 64), (128, 64, 12)])
+def test_rank_at_equal_bytes(size: int, dim: int, rank: int) -> None:
+    """A token takes rank / 2 bytes of int4 and 2 of scale: the largest even rank that fits, at most D."""
+    assert selectors.sketch_rank(size, 4, dim) == rank
+    assert selectors.sketch_bytes(rank, 4) <= size
+    assert rank == dim or 16 * ((rank + 2) // 2 + 2) > size
+
+
+def test_bytes_of_every_method() -> None:
+    """Head dim 64, as SmolLM2: DESIGN's 12.5, 7.8 and 6.2 % of 4,096 bytes of keys and values."""
+    sizes = {s.name: s.bytes_per_page for s in selectors.default_selectors(64, 64, seed=0)}
+    assert sizes == {
+        "oracle": 2048,
+        "locks-r8": 512,
+        "locks-r4": 320,
+        "locks-r2": 256,
+        "page-mean": 128,
+        "min-max": 256,
+        "global-r8-int8": 192,
+        "global-r60-int4": 512,
+        "global-r36-int4": 320,
+        "random": 0,
+    }
+
+
+def test_random_pages_follow_the_seed() -> None:
+    layer = make_layer()
+
+    def draw(seed: int, capture: LayerCapture = layer) -> torch.Tensor:
+        return selectors.random_pages(seed).page_lse(capture)
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    assert not torch.equal(draw(1), draw(1, dataclasses.replace(layer, layer_id=4)))
+    assert not torch.equal(draw(1)[0], draw(1)[1])
+    assert not torch.equal(draw(1)[:, 0], draw(1)[:, 1])
+
+
+# --- mass -----------------------------------------------------------------------------------------------------------------
+
+
+def test_captured_mass_sums_the_selected_pages() -> None:
+    mass = torch.rand(3, 6, 9, generator=truth.generator(0)).double()
+    pages = torch.tensor([[[0, 3, 8], [1, -1, -1]], [[-1, -1, -1], [0, 1, 2]], [[2, 4, -1], [7, 8, -1]]], dtype=torch.int32)
+    result = captured_mass(mass, pages)
+    for b, h in itertools.product(range(3), range(6)):
+        expected = sum(float(mass[b, h, page]) for page in pages[b, h // 3].tolist() if page >= 0)
+        assert float(result[b, h]) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("tokens", [125, 131])
+def test_the_oracle_captures_the_most_that_any_choice_of_pages_can(tokens: int) -> None:
+    """Every choice of two more pages beside sink and recent is tried; nothing else scores higher either."""
+    layer = make_layer(tokens)
+    config = LocksConfig(budget_tokens=64)
+    measured = measure_layer(layer, selectors.default_selectors(DIM, DIM, seed=0), [config])
+    lse = true_lse(layer)
+    best = []
+    for b, length in enumerate(layer.seq_lens.tolist()):
+        last = (length - 1) // truth.PAGE
+        share = np.exp(lse[b] - np.logaddexp.reduce(lse[b], -1, keepdims=True))
+        for h in range(KV_HEADS):
+            group = share[h * GROUP : (h + 1) * GROUP].sum(0)
+            two = max(group[i] + group[j] for i, j in itertools.combinations(range(1, last), 2))
+            best.append((group[0] + group[last] + two) / GROUP)
+    assert measured["oracle"][0] == pytest.approx(np.mean(best), abs=1e-6)
+    assert max(row[0] for row in measured.values()) == measured["oracle"][0]
+    assert measured["random"][0] < measured["oracle"][0] - 0.01
+
+
+def test_a_budget_above_the_length_captures_everything() -> None:
+    budgets = [LocksConfig(budget_tokens=budget) for budget in (192, 208, 512)]
+    measured = measure_layer(make_layer(205), selectors.default_selectors(DIM, DIM, seed=0), budgets)
+    for name, (most, all_pages, more) in measured.items():
+        assert most < 1.0 - 1e-9, name
+        assert all_pages == more == pytest.approx(1.0, abs=1e-12), name
+
+
+def test_settings_reach_the_selection() -> None:
+    """Two sink pages in a budget of four leave one page to choose: less than with one."""
+    layer = make_layer()
+    one, two, three = (
+        measure_layer(layer, [selectors.oracle(DIM)], [LocksConfig(budget_tokens=96, sink_pages=sink, combine=combine)])[
+            "oracle"
+        ]
+        for sink, combine in ((1, "mass"), (4, "mass"), (1, "max"))
+    )
+    assert one > two
+    assert one != three
+
+
+# --- the exit rule --------------------------------------------------------------------------------------------------------
+
+BUDGETS = (64, 128, 512)
+GOOD = {
+    "oracle": (0.60, 0.70, 0.90),
+    "locks-r8": (0.55, 0.69, 0.90),
+    "locks-r4": (0.54, 0.68, 0.89),
+    "locks-r2": (0.53, 0.67, 0.88),
+    "page-mean": (0.50, 0.60, 0.80),
+    "min-max": (0.51, 0.59, 0.80),
+    "global-r8-int8": (0.45, 0.55, 0.75),
+    "global-r60-int4": (0.57, 0.695, 0.899),
+    "global-r36-int4": (0.52, 0.66, 0.87),
+    "random": (0.10, 0.20, 0.30),
+}
+
+
+def made_up(change: Mapping[str, Sequence[float]] | None = None) -> MassResult:
+    """Two layers, 0.01 below and above the means of `GOOD` with some of them replaced."""
+    means = GOOD | (change or {})
+    mass = {name: torch.tensor([[x - 0.01 for x in row], [x + 0.01 for x in row]]).double() for name, row in means.items()}
+    return MassResult(selectors.default_selectors(64, 64, seed=0), BUDGETS, (4, 7), mass, 64, 64)
+
+
+def test_a_good_result_passes() -> None:
+    assert failures(made_up()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"locks-r8": (0.55, 0.678, 0.90)},
+            "at 128 tokens locks r=8 captures 0.9686 of the oracle's mass; at least 0.97 is required",
+        ),
+        ({"oracle": (0.54, 0.70, 0.90)}, "at 64 tokens exact-LSE oracle captures 0.5400, less than locks r=8 with 0.5500"),
+        ({"locks-r4": (0.56, 0.68, 0.89)}, "at 64 tokens locks r=8 captures 0.5500, less than locks r=4 with 0.5600"),
+        ({"locks-r2": (0.53, 0.67, 0.893)}, "at 512 tokens locks r=4 captures 0.8900, less than locks r=2 with 0.8930"),
+        (
+            {"page-mean": (0.50, 0.673, 0.80)},
+            "at 128 tokens locks r=2 captures 0.6700, less than page mean of keys with 0.6730",
+        ),
+        (
+            {"min-max": (0.51, 0.59, 0.89)},
+            "at 512 tokens locks r=2 captures 0.8800, less than min/max bound (Quest) with 0.8900",
+        ),
+        (
+            {"global-r60-int4": (0.57, 0.71, 0.89)},
+            "at 128 tokens exact-LSE oracle captures 0.7000, less than global sketch r=60, bytes of locks r=8 with 0.7100",
+        ),
+        (
+            {"global-r8-int8": (0.45, 0.55, 0.29)},
+            "at 512 tokens global sketch r=8, same rank captures 0.2900, less than random",
+        ),
+        ({"locks-r8": (0.55, float("nan"), 0.90)}, "at 128 tokens locks r=8 captures nan of the oracle's mass"),
+    ],
+)
+def test_a_bad_result_fails_with_its_reason(change: dict[str, Sequence[float]], message: str) -> None:
+    found = failures(made_up(change))
+    assert any(sentence.startswith(message) for sentence in found), found
+
+
+def test_small_budgets_owe_order_but_no_share() -> None:
+    """0.55 of 0.60 at 64 tokens is less than 0.97; asked only from 128 up."""
+    assert GOOD["locks-r8"][0] / GOOD["oracle"][0] < 0.95
+    assert failures(made_up()) == []
+
+
+def test_ties_are_no_disorder() -> None:
+    assert failures(made_up({"locks-r4": (0.55 + 0.9 * TIE, 0.68, 0.89)})) == []
+    assert len(failures(made_up({"locks-r4": (0.55 + 1.1 * TIE, 0.68, 0.89)}))) == 1
+
+
+def test_the_table_shows_means_ratios_and_the_worst_layer() -> None:
+    result = made_up()
+    lines = format_table(result).splitlines()
+    assert len({len(line) for line in lines}) == 1, "columns are not aligned"
+    row = next(line for line in lines if line.startswith("locks r=8 "))
+    assert row.split() == ["locks", "r=8", "512", "12.5%", "0.550", "0.690", "0.900"]
+    assert lines[-3].split()[-3:] == ["0.917", "0.986", "1.000"]
+    assert lines[-2].split()[-3:] == ["0.915", "0.986", "1.000"]
+    assert lines[-1].split()[-3:] == ["4", "4", "4"]
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "even"], "'even' is neither all nor every:N with N of 1 or more"),
+        (["--layers", "every:0"], "'every:0' is neither all nor every:N"),
+        (["--budgets", "64,many"], "'64,many' is not a list of whole numbers"),
+        (["--budgets", "50,128"], "budget_tokens = 50 is not allowed"),
+        (["--budgets", "128,200"], "budget_tokens = 200 is not allowed"),
+        (["--text", "nowhere.txt"], "cannot read the text 'nowhere.txt' (prose, code or a UTF-8 file)"),
+        (["--model", "nowhere"], "nowhere is not a complete model"),
+        (["--tokens", "20"], "--tokens 20 is not allowed: at least 64 are needed"),
+    ],
+)
+def test_bad_options_end_with_2_and_say_why(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    try:
+        code = main(["mass", "--model", str(tmp_path), *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_text_that_is_too_short_says_how_long_it_is(
+    model_path: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("one two three")
+    assert main(["mass", "--model", model_path, "--text", str(text)]) == 2
+    assert re.search(r"has 3 tokens; --tokens 8000 is too many", capsys.readouterr().err)
+
+
+def test_texts_are_python_s_own() -> None:
+    code, description = load_text("code")
+    assert list(CODE_MODULES) == sorted(CODE_MODULES)
+    assert ", ".join(CODE_MODULES) in description
+    assert "class ArgumentParser" in code
+    assert len(code) > 1_000_000
+    prose, _ = load_text("prose")
+    assert prose.startswith('The "assert" statement')
+    assert len(prose) > 400_000
+
+
+@pytest.mark.server
+def test_mass_on_the_real_model(model_path: str, tmp_path: Path) -> None:
+    """1,507 tokens, so that a partial page and a page edge lie among the late queries; every tenth layer."""
+    file = tmp_path / "mass.json"
+    command = ["eval", "mass", "--model", model_path, "--device", "cpu", "--tokens", "1507", "--layers", "every:10"]
+    done = subprocess.run(
+        [sys.executable, "-m", "locks_sglang", *command, "--budgets", "512,128", "--seed", "5", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout
+    record = json.loads(file.read_text())
+    assert record["failures"] == []
+    assert record["layers"] == [0, 10, 20]
+    assert record["budgets"] == [128, 512]
+    assert record["seed"] == 5
+    assert record["text"]["name"] == "prose"
+    assert record["text"]["tokens"] == 1507
+    assert record["model"]["layers"] == 30
+    assert set(record["versions"]) == {"locks-sglang", "sglang", "torch", "transformers", "python"}
+    assert 0.0 < record["replay_error"] < 1e-4
+    for method in record["methods"]:
+        assert np.shape(method["mass_by_layer"]) == (3, 2)
+        assert method["mass"] == pytest.approx(np.mean(method["mass_by_layer"], 0))
+        assert all(0.0 < x < y <= 1.0 for x, y in method["mass_by_layer"]), method["name"]
+        assert f"{method['label']} " in done.stdout
+        assert f"{method['mass'][0]:.3f}" in done.stdout
+    for worst, i in zip(record["worst_layer"], range(2), strict=True):
+        by_layer = {m["name"]: np.array(m["mass_by_layer"])[:, i] for m in record["methods"]}
+        ratio = by_layer["locks-r8"] / by_layer["oracle"]
+        assert (by_layer["oracle"] >= np.max(list(by_layer.values()), 0) - 1e-6).all()
+        assert worst == {"layer": record["layers"][int(ratio.argmin())], "ratio": pytest.approx(ratio.min())}

@@ -1,0 +1,83 @@
+"""The same scenarios on a CUDA GPU, run by hand there (`pytest -m gpu tests/test_gpu.py`). The dense backend is SGLang's Triton
+one, which needs no compiler at first use; bf16, as users serve."""
+
+from collections.abc import Iterator
+
+import pytest
+import scenarios
+from worker import Worker
+
+pytestmark = pytest.mark.gpu
+
+GPU = {"device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.5, "cuda_graph_backend_prefill": "disabled"}
+LENGTHS = [1, 17, 300, 1500, 6000]
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def sparse(model_path: str) -> Iterator[Worker]:
+    worker = Worker(
+        model_path,
+        {"LOCKS_BUDGET_TOKENS": "512", "LOCKS_DENSE_BACKEND": "triton"},
+        attention_backend="locks",
+        max_total_tokens=5120,
+        chunked_prefill_size=512,
+        enable_mixed_chunk=True,
+        **GPU,
+    )
+    yield worker
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "memory_is_counted",
+        "reuse_is_exact",
+        "split_keeps_summaries",
+        "eviction_keeps_summaries",
+        "abort_keeps_summaries",
+        "mixed_rows_are_counted",
+        "short_batches_run_dense",
+        "sparse_reads_only_selected",
+    ],
+)
+def test_scenario(sparse: Worker, name: str) -> None:
+    sparse.call(getattr(scenarios, name))
+
+
+ULP = 0.125
+"""One unit of bf16, in which SGLang computes logits here, at logits between 16 and 32: two candidates nearer than that may
+change places with the order of additions."""
+
+
+def test_dense_twin(model_path: str) -> None:
+    """Budget above the length: greedy tokens equal those of SGLang's Triton backend, or first differ at a tie of its logits."""
+    common = {**GPU, "max_total_tokens": 12288, "chunked_prefill_size": 2048, "page_size": 16}
+    runs = []
+    for environment, backend in (({}, "triton"), ({"LOCKS_BUDGET_TOKENS": "8192", "LOCKS_DENSE_BACKEND": "triton"}, "locks")):
+        worker = Worker(model_path, environment, attention_backend=backend, cuda_graph_backend_decode="disabled", **common)
+        try:
+            runs.append(worker.call(scenarios.greedy_with_gaps, LENGTHS, NEW_TOKENS))
+        finally:
+            worker.close()
+    for (dense, gaps), (locks, _) in zip(*runs, strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(dense, locks, strict=True)) if a != b), None)
+        print(f"first difference: {first}, gap: {None if first is None else gaps[first]}")
+        assert first is None or gaps[first] <= ULP
+
+
+def test_prefill_graph_capture_leaves_no_trace(model_path: str) -> None:
+    """With SGLang's default prefill graph: capture and warm-up batches fix no centre and build nothing."""
+    worker = Worker(
+        model_path,
+        {"LOCKS_BUDGET_TOKENS": "512", "LOCKS_DENSE_BACKEND": "triton"},
+        attention_backend="locks",
+        max_total_tokens=8192,
+        **{**GPU, "cuda_graph_backend_prefill": "breakable", "cuda_graph_max_bs_prefill": 512},
+    )
+    try:
+        worker.call(scenarios.untouched)
+        worker.call(scenarios.reuse_is_exact)
+    finally:
+        worker.close()

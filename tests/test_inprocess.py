@@ -1,0 +1,111 @@
+"""The backend inside a real SGLang scheduler with the real model: truth against dense, sparsity, reuse, page life cycle."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import scenarios
+from worker import Worker
+
+from locks_sglang.dense_cpu import dense_environment
+
+LENGTHS = [1, 17, 300, 1500, 6000]
+NEW_TOKENS = 64
+ALL_FIT = {"LOCKS_BUDGET_TOKENS": "8192"}
+
+
+@pytest.fixture(scope="module")
+def sparse(model_path: str) -> Iterator[Worker]:
+    """Budget 512, chunks of 512 tokens, mixed batches, a pool of 5,120 tokens."""
+    worker = Worker(
+        model_path,
+        {"LOCKS_BUDGET_TOKENS": "512"},
+        attention_backend="locks",
+        max_total_tokens=5120,
+        chunked_prefill_size=512,
+        enable_mixed_chunk=True,
+    )
+    yield worker
+    worker.close()
+
+
+def test_sparse_reads_only_selected(sparse: Worker) -> None:
+    counts = sparse.call(scenarios.sparse_reads_only_selected)
+    assert counts["share"] < 0.15, counts
+
+
+def test_reuse_is_exact(sparse: Worker) -> None:
+    sparse.call(scenarios.reuse_is_exact)
+
+
+def test_split_keeps_summaries(sparse: Worker) -> None:
+    sparse.call(scenarios.split_keeps_summaries)
+
+
+def test_eviction_keeps_summaries(sparse: Worker) -> None:
+    sparse.call(scenarios.eviction_keeps_summaries)
+
+
+def test_abort_keeps_summaries(sparse: Worker) -> None:
+    sparse.call(scenarios.abort_keeps_summaries)
+
+
+def test_mixed_rows_are_counted(sparse: Worker) -> None:
+    sparse.call(scenarios.mixed_rows_are_counted)
+
+
+def test_short_batches_run_dense(sparse: Worker) -> None:
+    sparse.call(scenarios.short_batches_run_dense)
+
+
+def test_memory_is_counted(sparse: Worker, model_path: str) -> None:
+    sparse.call(scenarios.memory_is_counted)
+
+
+@pytest.fixture(scope="module")
+def dense_tokens(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
+    """Greedy tokens of SGLang's own torch_native backend, prompts one by one and in one batch."""
+    environment = dense_environment(Path(tmp_path_factory.mktemp("dense")))
+    worker = Worker(
+        model_path,
+        {"PYTHONPATH": environment["PYTHONPATH"]},
+        attention_backend="torch_native",
+        max_total_tokens=12288,
+        chunked_prefill_size=2048,
+    )
+    try:
+        return {
+            together: worker.call(scenarios.greedy, lengths, NEW_TOKENS, together)
+            for together, lengths in ((False, LENGTHS), (True, LENGTHS[:4]))
+        }
+    finally:
+        worker.close()
+
+
+def check_twin(model_path: str, dense: dict[bool, list[list[int]]], page_size: int, chunk: int) -> None:
+    worker = Worker(
+        model_path,
+        ALL_FIT,
+        attention_backend="locks",
+        page_size=page_size,
+        max_total_tokens=12288,
+        chunked_prefill_size=chunk,
+    )
+    try:
+        alone = worker.call(scenarios.twin, LENGTHS, NEW_TOKENS, False)
+        together = worker.call(scenarios.twin, LENGTHS[:4], NEW_TOKENS, True)
+    finally:
+        worker.close()
+    assert alone == dense[False]
+    assert together == dense[True]
+
+
+def test_dense_twin(model_path: str, dense_tokens: dict[bool, list[list[int]]]) -> None:
+    """Default page size, chunked prefill, batch 1 and 4."""
+    check_twin(model_path, dense_tokens, 16, 512)
+
+
+@pytest.mark.twin_matrix
+@pytest.mark.parametrize(("page_size", "chunk"), [(64, -1), (64, 512), (16, -1)])
+def test_dense_twin_matrix(model_path: str, dense_tokens: dict[bool, list[list[int]]], page_size: int, chunk: int) -> None:
+    check_twin(model_path, dense_tokens, page_size, chunk)
