@@ -330,7 +330,7 @@ class Screen:
 
     def say(self, text: str, style: str = "") -> None:
         """Print one paragraph."""
-        self.console.print(text, style=style, markup=False)
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:

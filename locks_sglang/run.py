@@ -23,9 +23,9 @@ def main(argv: Sequence[str]) -> int:
 
         what, fix = missing_package(error)
         parser.exit(1, f"locks-sglang run: {what}. {fix}\n")
-    load_plugins()
     if not _exists(given.module):
         parser.error(f"there is no module {given.module}")
+    load_plugins()
     sys.argv = [given.module, *given.arguments]
     runpy.run_module(given.module, run_name="__main__", alter_sys=True)
     return 0

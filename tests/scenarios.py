@@ -65,7 +65,8 @@ def greedy_with_gaps(server: InProcessServer, lengths: list[int], new_tokens: in
 
         server.runner.sample = keep_gap
         (request,) = server.generate([text_tokens(server, length, skip=37 * i)], new_tokens)
-        found.append((request.output_ids, gaps))
+        # Every chunk of a prefill is sampled; only the last one's token counts.
+        found.append((request.output_ids, gaps[-(-length // server.scheduler.chunked_prefill_size) - 1 :]))
     server.runner.sample = sample
     return found
 

@@ -146,7 +146,7 @@ def test_child_that_fails(runs: dict[str, Run]) -> None:
     run = runs["crash"]
     assert run.returncode == 1
     ((what, fix),) = problems(run)
-    assert what == "SGLang's plugins do not load (exit code 1): the disk is on fire"
+    assert what == "SGLang's plugins do not load (exit code 1): SystemExit: the disk is on fire"
     assert "reinstalling SGLang" in fix
     assert "seams: unknown" in run.stdout
 

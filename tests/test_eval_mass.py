@@ -337,6 +337,10 @@ def test_a_good_result_passes() -> None:
             {"global-r8-int8": (0.45, 0.55, 0.29)},
             "at 512 tokens global sketch r=8, same rank captures 0.2900, less than random",
         ),
+        (
+            {"min-max": (float("nan"), 0.59, 0.80)},
+            "at 64 tokens locks r=2 captures 0.5300, less than min/max bound (Quest) with nan",
+        ),
         ({"locks-r8": (0.55, float("nan"), 0.90)}, "at 128 tokens locks r=8 captures nan of the oracle's mass"),
     ],
 )

@@ -69,10 +69,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A virtual environment that sees the packages here, and that things can be installed into."""
-    folder = tmp_path_factory.mktemp("environment")
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """A fresh virtual environment that sees the packages here, and that one thing can be installed into."""
+    folder = tmp_path / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     site = next((folder / "lib").glob("python*")) / "site-packages"
     here = next(path for path in sys.path if path.endswith("site-packages"))

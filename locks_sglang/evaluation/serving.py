@@ -31,8 +31,8 @@ def serve_text(given: argparse.Namespace) -> tuple[CapturedRun, dict[str, Any]]:
         The run, and what identifies it, ready for JSON.
 
     Raises:
-        TextError: the text cannot be read or is too short. ModelError: there is no such model. CaptureError: the prompt does not
-            fit the model.
+        TextError: the text cannot be read or is too short. ModelError: there is no such model.
+        CaptureError: the prompt does not fit the model.
     """
     if given.tokens < LEAST_TOKENS:
         raise TextError(f"--tokens {given.tokens} is not allowed: at least {LEAST_TOKENS} are needed")
