@@ -44,11 +44,14 @@ def mass_table() -> str:
         f"layer {entry['layer']} {entry['ratio']:.3f} at {budget}"
         for budget, entry in zip(budgets, result["worst_layer"], strict=True)
     )
+    what = (
+        f"{model['name']}, {text['tokens']} tokens of {text['description']}, mean over all {model['layers']} layers, "
+        f"all query heads and the last {result['late_queries']} positions"
+    )
+    where = f"SGLang {versions['sglang']}, torch {versions['torch']}, {result['device']}, {model['dtype']}"
+    how = f"`locks-sglang eval mass --tokens {text['tokens']} --text {text['name']} --json FILE`"
     return (
-        "Share of the attention mass that the chosen pages hold, by budget in tokens: "
-        f"{model['name']}, {text['tokens']} tokens of {text['description']}, mean over all {model['layers']} layers, all query heads and the last {result['late_queries']} "
-        f"positions. SGLang {versions['sglang']}, torch {versions['torch']}, {result['device']}, {model['dtype']}; "
-        f"made by `locks-sglang eval mass --tokens {text['tokens']} --text {text['name']} --json FILE`, kept in "
+        f"Share of the attention mass that the chosen pages hold, by budget in tokens: {what}. {where}; made by {how}, kept in "
         f"`{MASS.relative_to(ROOT)}`.\n\n" + "\n".join(rows) + f"\n\nWorst layers of r = 8 against the oracle: {worst}."
     )
 

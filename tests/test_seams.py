@@ -242,7 +242,9 @@ def test_after_hooks_leave_other_backends_alone() -> None:
     assert all(hook("support_triton")(True, name) is None for name in ("triton", "torch_native", "flashinfer", "fa3"))
     pool = SimpleNamespace()
     slots = torch.arange(4)
-    assert hook("HiCacheController.load")(slots, SimpleNamespace(mem_pool_device=pool), slots) is None
+    controller = SimpleNamespace(mem_pool_device=pool)
+    assert hook("HiCacheController.load")(slots, controller, slots) is None
+    assert hook("HybridCacheController.load")(slots, controller, slots) is None
     assert hook("MHATokenToKVPool.load_cpu_copy")(None, pool, [], slots) is None
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     batch = SimpleNamespace(token_to_kv_pool_allocator=allocator)

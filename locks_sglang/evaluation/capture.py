@@ -19,7 +19,10 @@ LATE_QUERIES = 8
 """Last positions of the prompt whose queries are kept (B)."""
 
 DECODE_STEPS = 4
-"""Decode steps after the prefill and before anything is read: pool and page table are then those of a decoding request."""
+"""Decode steps after the prefill and before the page table is read, which is then that of a decoding request."""
+
+NEW_TOKENS = DECODE_STEPS + 2
+"""Tokens that the request asks for: the prefill yields one, and one step is left when the page table is read."""
 
 SPARE_TOKENS = 256
 """Room in the KV pool beyond the prompt: the decode steps, and what SGLang's admission holds back."""
@@ -145,20 +148,21 @@ class CapturedRun:
             **(_cpu_arguments(self.num_tokens) if device == "cpu" else {}),
         )
         context = self.server.scheduler.model_config.context_len
-        if self.num_tokens + 2 * DECODE_STEPS > context:
+        if self.num_tokens + NEW_TOKENS > context:
             raise CaptureError(
-                f"{self.num_tokens} tokens do not fit the model's context of {context}: ask for {context - 2 * DECODE_STEPS} "
-                "or fewer"
+                f"{self.num_tokens} tokens do not fit the model's context of {context}: {context - NEW_TOKENS} or fewer do"
             )
         self._rows: dict[int, _LateRows] = {}
         self._request_row = torch.empty(0)
-        request = self.server.submit(prompt_ids, max_new_tokens=2 * DECODE_STEPS)
+        request = self.server.submit(prompt_ids, max_new_tokens=NEW_TOKENS)
         with self._late_rows(progress):
             self.server.run(self._until_decoding(request), timeout_s=TIMEOUT_S)
 
     def _until_decoding(self, request: Request) -> Iterator[None]:
         """Script of the run: note the request's pages while it owns them. Nothing overwrites them afterwards."""
         while len(request.output_ids) <= DECODE_STEPS:
+            if request.finished:
+                raise CaptureError(f"the server ended the request after {len(request.output_ids)} of {NEW_TOKENS} tokens")
             yield
         self._pages = self._page_table()
 
