@@ -15,6 +15,7 @@ from .summary_pool import SummaryPool
 from .support import (
     DENSE_BACKENDS,
     GPU_VERIFIED,
+    UnsupportedError,
     check_arguments,
     check_layer,
     check_model,
@@ -55,7 +56,15 @@ def create_backend(runner: Any) -> "LocksAttnBackend":
 
 
 def dense_backend_name(runner: Any, config: LocksConfig) -> str:
-    """Name of the inner backend: the configured one, or what SGLang picks for this model when none is named."""
+    """Name of the inner backend: the configured one, or what SGLang picks for this model when none is named.
+
+    Raises:
+        UnsupportedError: a GPU backend on CPU.
+    """
+    if runner.device == "cpu" and config.dense_backend not in ("auto", "torch_native"):
+        raise UnsupportedError(
+            f"locks: --locks-dense-backend {config.dense_backend} needs a GPU; on CPU leave it out or use torch_native"
+        )
     if config.dense_backend != "auto":
         return config.dense_backend
     if runner.device == "cpu":
@@ -113,6 +122,7 @@ class LocksAttnBackend(AttentionBackend):
         # Requests of the last extend step and the tokens they had after it: a request that comes back with exactly that
         # prefix continues its own prefill, any other starts from the radix cache.
         self._extending: dict[str, int] = {}
+        self._checked_layers: set[int] = set()
 
     # --- planning -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +170,9 @@ class LocksAttnBackend(AttentionBackend):
         self._decode = plan
 
     def _plan_extend(self, batch: Any) -> None:
-        prefixes, extends = list(batch.extend_prefix_lens_cpu), list(batch.extend_seq_lens_cpu)
+        extends = list(batch.extend_seq_lens_cpu)
+        # Not the batch's own prefix lengths: for the decode rows of a mixed batch those are SGLang's guess.
+        prefixes = [total - new for total, new in zip(batch.seq_lens_cpu.tolist(), extends, strict=True)]
         requests = batch.rids
         # SGLang's eager runner hands a mixed batch over as a plain extend, so its own word (patches/mixed_batch.py) counts.
         decoding, self.counters.mixed_decode_requests = self.counters.mixed_decode_requests, frozenset()
@@ -188,7 +200,7 @@ class LocksAttnBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Dense attention of one layer, then the summaries of the pages that the step fills."""
-        check_layer(layer, kwargs.get("sinks"))
+        self._check(layer, kwargs.get("sinks"))
         out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         assert self._extend is not None  # SGLang plans every step before its layers run
         self._build(layer.layer_id, self._extend.filled)
@@ -212,7 +224,7 @@ class LocksAttnBackend(AttentionBackend):
         Returns:
             [B, Hq * Dv] in q's dtype.
         """
-        check_layer(layer, kwargs.get("sinks"))
+        self._check(layer, kwargs.get("sinks"))
         plan = self._decode
         assert plan is not None
         if plan.dense:
@@ -236,6 +248,12 @@ class LocksAttnBackend(AttentionBackend):
             logit_cap=float(layer.logit_cap or 0.0),
         )
         return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+
+    def _check(self, layer: Any, sinks: Any) -> None:
+        """Refuse what the method does not cover: a layer once, sinks, which come with the call, always."""
+        if sinks is not None or layer.layer_id not in self._checked_layers:
+            check_layer(layer, sinks)
+            self._checked_layers.add(layer.layer_id)
 
     def _build(self, layer_id: int, pages: torch.Tensor) -> None:
         self.summaries.build(layer_id, pages)

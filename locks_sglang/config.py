@@ -43,7 +43,7 @@ class LocksConfig:
         ConfigError: a value of the wrong type or outside its range.
     """
 
-    rank: int = _setting(8, "1 to 15", "rank of a page summary (GPU kernels: 2, 4 or 8)")
+    rank: int = _setting(8, "1 to 15", "rank of a page summary")
     budget_tokens: int = _setting(
         2048, "a multiple of 16, at least 16 * (sink_pages + recent_pages + 1)", "tokens each KV head reads per step"
     )
@@ -89,7 +89,7 @@ class LocksConfig:
         if good:
             return
         value, allowed = getattr(self, name), self.__dataclass_fields__[name].metadata["allowed"]
-        hint = _nearest(value, allowed.split(", ")) if isinstance(value, str) else ""
+        hint = nearest(value, allowed.split(", ")) if isinstance(value, str) else ""
         raise ConfigError(f"{name} = {value!r} is not allowed: it must be {allowed}{hint}")
 
     @property
@@ -135,7 +135,8 @@ def flag_name(name: str) -> str:
     return "--locks-" + name.replace("_", "-")
 
 
-def _nearest(name: str, candidates: Any) -> str:
+def nearest(name: str, candidates: Any) -> str:
+    """ "; did you mean ...?" for the nearest candidate, or nothing."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -154,7 +155,7 @@ def _parse(name: str, value: Any, where: str) -> Any:
 def _known(keys: Any, where: str) -> None:
     for key in keys:
         if key not in NAMES:
-            raise ConfigError(f"{where}: unknown setting {key!r}{_nearest(key, NAMES)}; known: {', '.join(NAMES)}")
+            raise ConfigError(f"{where}: unknown setting {key!r}{nearest(key, NAMES)}; known: {', '.join(NAMES)}")
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if variable not in known:
             raise ConfigError(
-                f"unknown variable {variable}{_nearest(variable, known)}; known: {', '.join([*known, FILE_VARIABLE])}"
+                f"unknown variable {variable}{nearest(variable, known)}; known: {', '.join([*known, FILE_VARIABLE])}"
             )
         found[known[variable]] = value
     return found

@@ -1,4 +1,4 @@
-"""The operations of the method: checked, dispatching on the tensors' device. See `docs/method.md` for the mathematics.
+"""The operations of the method: checked, in fp32 torch on the tensors' device. See `docs/method.md` for the mathematics.
 
 Letters: B requests, Hq query heads, H KV heads, G = Hq / H, D head dim, Dv value head dim, P = 16 tokens a page, N pages,
 R rank, S selected pages. Logarithms are natural.

@@ -120,9 +120,10 @@ def named(view: Any) -> bool:
 
 def serving() -> bool:
     """Whether this process serves `locks`; False where SGLang has not published its arguments."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
     from sglang.srt.runtime_context import get_exec
 
     try:
-        return bool(get_exec().kernel.attention_backend == BACKEND)
+        return BACKEND in attention_backends_of(get_exec().kernel)
     except ValueError:
         return False

@@ -13,6 +13,10 @@ from .kernels.common import PAGE_SIZE, token_slots
 
 POOL_ATTRIBUTE = "_locks_summary_pool"
 
+CENTER_OUTLIER = 1e3
+"""A page whose largest key is this many times the median page's is broken, not spread: layers with constant outlier channels
+have them on every page."""
+
 VERIFY_SLACK = 0.02
 """Most that a stored record may describe its page worse than a fresh one, as a share of the page's own spread. The order of
 additions in a rebuild is not fixed, so a value at the edge of a quantisation step may round to the other side, and nearly
@@ -115,15 +119,25 @@ class SummaryPool:
         slots = token_slots(pages, PAGE_SIZE)
         k, v = keys[slots], values[slots]
         if not self._centred[index]:
-            center = k.float().mean((0, 1))
-            # A NaN here would spread to every page for good; such a step leaves the centre for a later one.
-            if bool(torch.isfinite(center).all()):
-                self.center[index] = center
-                self._centred[index] = True
+            self._fix_center(index, k.float())
         self.record[index, pages] = pack(page_factors(k, v, self.layout.rank, self.center[index]), self.layout)
         self.valid[index, pages] = True
         if index == self.num_layers - 1:
             self.builds[pages] += 1
+
+    def _fix_center(self, index: int, k: torch.Tensor) -> None:
+        """Fix the centre of a layer for good, from the ordinary ones among the first pages: k fp32 [n, P, H, D].
+
+        A page with NaN, Inf or overflowing keys must not enter it: every later page would be stored relative to it. Where
+        no page is usable nothing usable is stored either, and the next build tries again.
+        """
+        largest = k.abs().flatten(1).amax(1)
+        finite = torch.isfinite(largest)
+        if not bool(finite.any()):
+            return
+        ordinary = finite & (largest <= CENTER_OUTLIER * largest[finite].median())
+        self.center[index] = k[ordinary].mean((0, 1))
+        self._centred[index] = True
 
     def verify(self, pages: torch.Tensor) -> list[tuple[int, int]]:
         """Compare stored records with fresh rebuilds from the KV pool.

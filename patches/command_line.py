@@ -2,9 +2,10 @@
 
 import argparse
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from ..config import LocksConfig, flag_name, store_flag
+from ..config import NAMES, LocksConfig, flag_name, nearest, store_flag
 from ..seams import Seam
 
 _DEST = "locks_"
@@ -24,6 +25,7 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     """After SGLang has added its own flags. Values are validated when the backend is chosen, with those of variables."""
     if any(action.dest == _DEST + "config" for action in parser._actions):
         return
+    parser.error = _hinting(parser.error)  # type: ignore[assignment,method-assign]
     group = parser.add_argument_group("locks", "settings of --attention-backend locks")
     for spec in dataclasses.fields(LocksConfig):
         text = f"{spec.metadata['help']}; {spec.metadata['allowed']} (default {spec.default})"
@@ -33,6 +35,20 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 def _add(group: Any, name: str, text: str) -> None:
     group.add_argument(flag_name(name), action=_StoreFlag, dest=_DEST + name, default=argparse.SUPPRESS, help=text)
+
+
+def _hinting(error: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:
+    """argparse's `error`, which names the nearest flag for an unknown one that begins like ours."""
+    known = [flag_name(name) for name in (*NAMES, "config")]
+
+    def hinted(message: str) -> NoReturn:
+        for word in message.split():
+            flag = word.split("=")[0]
+            if flag.startswith("--locks-") and flag not in known:
+                message += nearest(flag, known)
+        error(message)
+
+    return hinted
 
 
 SEAMS: tuple[Seam, ...] = (

@@ -1,4 +1,7 @@
-"""KV that arrives without a forward pass marks its pages, so that they are rebuilt before they are scored."""
+"""KV that arrives without a forward pass marks its pages, so that they are rebuilt before they are scored.
+
+The features that bring it (HiCache, the PD decode role) are still refused at start: the support matrix says which, and why.
+"""
 
 from typing import Any
 

@@ -73,6 +73,7 @@ def greedy_with_gaps(server: InProcessServer, lengths: list[int], new_tokens: in
 
 def twin(server: InProcessServer, lengths: list[int], new_tokens: int, together: bool) -> list[list[int]]:
     """`greedy`, and every decode row was sparse and had all its pages."""
+    assert server.scheduler.enable_overlap
     before = counters(server)
     tokens = greedy(server, lengths, new_tokens, together)
     after = counters(server)
@@ -125,17 +126,14 @@ def reuse_is_exact(server: InProcessServer) -> None:
     page = server.tree.page_size
 
     def serve(prompt: list[int], new_tokens: int) -> Request:
-        before, reused = built(server), server.backend.counters.reused
+        before, reused, steps = built(server), server.backend.counters.reused, server.backend.counters.decode_steps
         (request,) = server.generate([prompt], new_tokens)
         cached = request.cached_tokens
         assert cached % page == 0
-        # The last generated token is never fed back, so its key is never stored. The overlap scheduler may run one
-        # surplus step, whose token completes a page of its own at most.
-        stored = len(prompt) + new_tokens - 1
-        surplus = (stored + 1) // PAGE - stored // PAGE if server.scheduler.enable_overlap else 0
+        # Every decode step stores one token, the surplus one of overlap scheduling too.
+        stored = len(prompt) + server.backend.counters.decode_steps - steps
         expected = stored // PAGE - cached // PAGE
-        for layer, (now, then) in enumerate(zip(built(server), before, strict=True)):
-            assert now - then in (expected, expected + surplus), (layer, now - then, expected, cached)
+        assert [now - then for now, then in zip(built(server), before, strict=True)] == [expected] * len(before)
         assert server.backend.counters.reused - reused == cached // PAGE
         return request
 

@@ -270,6 +270,42 @@ def test_nan_keys_stay_in_their_request() -> None:
         assert torch.equal(before[0], after[0])
 
 
+def test_broken_keys_in_the_first_batch_do_not_enter_the_centre() -> None:
+    """NaN in one request and an overflow in another of the very first batch: later pages and the healthy one stay right."""
+    bench = Bench(budget_tokens=64)
+    bench.keys[1, :, 100] = float("nan")
+    bench.keys[2, :, 40] = 1e30
+    bench.step([0, 1, 2], [0, 0, 0], [200, 200, 200], ForwardMode.EXTEND)
+    bench.step([3], [0], [100], ForwardMode.EXTEND)
+    pages = torch.cat([bench.complete_pages(0, 200), bench.complete_pages(3, 100)])
+    summaries = bench.backend.summaries
+    assert summaries.verify(pages) == []
+    assert summaries.center.abs().max() < 1
+    stored = summaries.layer(0).mu[pages]
+    slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+    truth = bench.kv_pool.get_key_buffer(0)[slots].view(len(pages), PAGE_SIZE, bench.heads, -1).mean(1)
+    assert (stored - truth).abs().max() < 0.02
+
+
+def test_gpu_backends_are_refused_on_cpu() -> None:
+    from locks_sglang.backend import dense_backend_name
+
+    runner = SimpleNamespace(device="cpu")
+    with pytest.raises(ValueError, match="--locks-dense-backend triton needs a GPU"):
+        dense_backend_name(runner, LocksConfig(dense_backend="triton"))
+    assert dense_backend_name(runner, LocksConfig()) == "torch_native"
+
+
+def test_constants_of_the_configuration_are_those_of_the_kernels() -> None:
+    """The configuration repeats them so that it can be read without torch."""
+    from locks_sglang import config, support
+    from locks_sglang.kernels.locks_decode import TAIL_CORRECTIONS
+    from locks_sglang.kernels.select_pages import COMBINES
+
+    assert (config.PAGE_SIZE, config.COMBINES, config.TAIL_CORRECTIONS) == (PAGE_SIZE, COMBINES, TAIL_CORRECTIONS)
+    assert config.DENSE_BACKENDS == ("auto", *support.DENSE_BACKENDS)
+
+
 def test_sinks_and_windows_are_refused_at_the_layer() -> None:
     bench = Bench()
     windowed = RadixAttention(6, 64, 0.125, 2, layer_id=0, sliding_window_size=128)

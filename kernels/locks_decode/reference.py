@@ -44,6 +44,8 @@ def step(
     scores = page_scores(
         q, s, page_table, num_pages, sm_scale * k_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction
     )
+    # A budget beyond what there is would only be padding.
+    budget_pages = min(budget_pages, max(page_table.shape[1], sink_pages + recent_pages + 1))
     pages, counts = select_pages(
         scores.lse, num_pages, budget_pages, sink_pages, recent_pages, num_kv_heads=s.num_kv_heads, combine=combine
     )

@@ -216,13 +216,13 @@ def run(given: argparse.Namespace) -> int:
         dataclasses.replace(load_config().config, budget_tokens=budget)
     started = time.monotonic()
     served, identity = serve_text(given)
-    prefilled = time.monotonic()
+    served_at = time.monotonic()
     result, replay_error = measure(served, given.layers, given.budgets, given.seed)
     wrong = failures(result)
     allowed = LARGEST_REPLAY_ERROR[served.dtype]
     if replay_error > allowed:
         wrong.insert(0, f"the capture does not reproduce the served attention: error {replay_error:.1e}, allowed {allowed:g}")
-    seconds = {"start_and_prefill": prefilled - started, "measure": time.monotonic() - prefilled}
+    seconds = {"serve": served_at - started, "measure": time.monotonic() - served_at}
     print(_report(result, identity, served.config, replay_error, seconds))
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ def _report(
         f"Value means, which the tail correction reads, come on top (r=8: {with_values} bytes in all).",
         "Global sketch: one basis a KV head for all pages, fitted over this prompt; its own bytes are not counted.",
         f"Check: the captured queries, keys and values reproduce the served attention to {replay_error:.0e}.",
-        f"Time: start and prefill {seconds['start_and_prefill']:.0f} s, measurement {seconds['measure']:.0f} s "
+        f"Time: start, prefill and decoding {seconds['serve']:.0f} s, measurement {seconds['measure']:.0f} s "
         f"({identity['device']}, SGLang {identity['versions']['sglang']}).",
     ]
     return "\n".join(lines)
