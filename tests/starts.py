@@ -39,7 +39,7 @@ class Start:
     """Outcome of one start.
 
     Attributes:
-        error: type of what stopped it, "" if nothing did. message: its text, or what argparse printed.
+        error: type of what stopped it, "" if nothing did. message: its text, or what argparse printed. log: what was logged.
         page_size, backend: as SGLang resolved them. settings, sources, digest: the configuration of `locks` then.
     """
 
@@ -50,6 +50,7 @@ class Start:
     settings: Mapping[str, Any] | None = None
     sources: Mapping[str, str] | None = None
     digest: str = ""
+    log: str = ""
 
 
 def model_folder(folder: Path, **changes: Any) -> str:
@@ -120,10 +121,11 @@ def _start(arguments: Sequence[str]) -> Start:
     except Exception as error:
         return Start(type(error).__name__, str(error))
     if view.attention_backend != "locks":
-        return Start("", page_size=view.page_size, backend=view.attention_backend)
+        return Start("", page_size=view.page_size, backend=view.attention_backend, log=printed.getvalue())
     loaded = load_config()
     settings = dataclasses.asdict(loaded.config)
-    return Start("", "", view.page_size, "locks", settings, dict(loaded.sources), loaded.config.digest)
+    sources, digest = dict(loaded.sources), loaded.config.digest
+    return Start("", "", view.page_size, "locks", settings, sources, digest, printed.getvalue())
 
 
 def _main(answer: Path) -> None:

@@ -303,15 +303,15 @@ def test_constants_of_the_configuration_are_those_of_the_kernels() -> None:
     from locks_sglang.kernels.select_pages import COMBINES
 
     assert (config.PAGE_SIZE, config.COMBINES, config.TAIL_CORRECTIONS) == (PAGE_SIZE, COMBINES, TAIL_CORRECTIONS)
-    assert config.DENSE_BACKENDS == ("auto", *support.DENSE_BACKENDS)
+    assert ("auto", *support.DENSE_BACKENDS) == config.DENSE_BACKENDS
 
 
 def test_sinks_and_windows_are_refused_at_the_layer() -> None:
     bench = Bench()
-    windowed = RadixAttention(6, 64, 0.125, 2, layer_id=0, sliding_window_size=128)
+    windowed = RadixAttention(6, 64, 0.125, 2, layer_id=7, sliding_window_size=128)
     bench.step([0], [0], [20], ForwardMode.EXTEND)
     q = torch.randn(1, 6 * 64)
-    with pytest.raises(ValueError, match=r"layer 0: window of 128"):
+    with pytest.raises(ValueError, match=r"layer 7: window of 128"):
         bench.backend.forward_decode(q, None, None, windowed, None)
     with pytest.raises(ValueError, match=r"sinks.*layer 0"):
         bench.backend.forward_decode(q, None, None, bench.layers[0], None, sinks=torch.zeros(6))

@@ -18,7 +18,7 @@ from locks_sglang import __version__
 from locks_sglang.packages import normalized
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("locks_sglang", "kernels", "patches", "pyproject.toml", "README.md")
+SOURCES = ("locks_sglang", "kernels", "patches", "pyproject.toml", "README.md", "LICENSE")
 KEPT = re.compile(r"^(torch|torchvision|torchaudio|triton|flashinfer.*|sgl-kernel|sglang.*|transformers|numpy)$")
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
@@ -122,6 +122,7 @@ def test_wheel_holds_the_package_alone(built: Path, kind: str) -> None:
     found = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names if name.endswith(".py")}
     assert found - {"locks_sglang", "locks_sglang.__main__"} == modules()
     assert "locks_sglang/py.typed" in names
+    assert f"locks_sglang-{__version__}.dist-info/licenses/LICENSE" in names
     assert "locks_sglang/kernels/__init__.py" not in names
     assert "locks_sglang/patches/__init__.py" not in names
 
@@ -131,6 +132,7 @@ def test_metadata(built: Path, kind: str) -> None:
     archive = zipfile.ZipFile(wheel(built, kind))
     metadata = message_from_string(archive.read(f"locks_sglang-{__version__}.dist-info/METADATA").decode())
     assert (metadata["Name"], metadata["Version"]) == ("locks-sglang", __version__)
+    assert metadata["License-Expression"] == "Apache-2.0"
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [line.replace(" ", "") for line in required] in (["sglang<0.5.24,>=0.5.17"], ["sglang>=0.5.17,<0.5.24"])
     entries = archive.read(f"locks_sglang-{__version__}.dist-info/entry_points.txt").decode()
@@ -143,7 +145,7 @@ def test_sdist_holds_the_sources(built: Path) -> None:
     assert archive.name == f"locks_sglang-{__version__}.tar.gz"
     with tarfile.open(archive) as tar:
         names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
-    assert {"pyproject.toml", "README.md", "locks_sglang/py.typed", "locks_sglang/plugin.py"} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "locks_sglang/py.typed", "locks_sglang/plugin.py"} <= names
 
 
 @WHEELS

@@ -93,7 +93,7 @@ def without_triton(folder: str) -> dict[str, str]:
 
     load_plugins()
     made = runner(Path(folder))
-    made.device = "cpu"
+    made.device = "cuda"  # where triton may be asked for; the missing import shows before a device is used
     made.server_args = resolve(["--model-path", folder, "--device", "cpu", "--attention-backend", "locks"])
     server_args.ATTENTION_BACKEND_CHOICES.remove("locks")
     del ATTENTION_BACKENDS["locks"]

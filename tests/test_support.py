@@ -164,7 +164,9 @@ def test_refused_by_sglang(starts: dict[str, Start], case: Case) -> None:
 def test_accepted_arguments(starts: dict[str, Start], name: str) -> None:
     start = starts[name]
     assert (start.error, start.message, start.backend) == ("", "", "locks")
-    assert start.page_size == (int(name.split()[-1]) if name.startswith("page size") else 16)
+    given = name.startswith("page size")
+    assert start.page_size == (int(name.split()[-1]) if given else 16)
+    assert start.log.count("locks: --page-size is 16 ") == (0 if given else 1)  # an automatic choice is logged, once
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
