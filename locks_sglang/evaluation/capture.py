@@ -12,7 +12,7 @@ from ..config import LocksConfig
 from ..inprocess import InProcessServer, Request
 from ..kernels.build_page_summaries import PageSummaries
 from ..kernels.common import PAGE_SIZE, token_slots
-from ..ops import dense_decode
+from ..ops import dense_decode, exact_page_lse
 from ..summary_pool import SummaryPool
 
 LATE_QUERIES = 8
@@ -89,6 +89,17 @@ class LayerCapture:
         """int32 [B, N]: the identity, since pages are in logical order."""
         pages = torch.arange(self.keys.shape[0], dtype=torch.int32, device=self.keys.device)
         return pages.repeat(self.seq_lens.shape[0], 1)
+
+    def exact_lse(self) -> torch.Tensor:
+        """fp32 [B, Hq, N]: exact natural log-sum-exp of every page."""
+        return exact_page_lse(
+            self.queries,
+            self.keys.flatten(0, 1),
+            self.page_table,
+            self.seq_lens,
+            self.sm_scale,
+            logit_cap=self.logit_cap,
+        )
 
     def replay_error(self) -> float:
         """Largest difference between dense attention over what was captured and what the server returned, relative to

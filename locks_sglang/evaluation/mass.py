@@ -16,7 +16,7 @@ from tqdm import tqdm
 from ..config import LocksConfig, load_config
 from ..kernels.build_page_summaries import RecordLayout
 from ..kernels.common import PAGE_SIZE
-from ..ops import exact_page_lse, select_pages
+from ..ops import select_pages
 from .capture import LATE_QUERIES, CapturedRun, LayerCapture
 from .selectors import BF16_BYTES, Selector, default_selectors
 from .serving import serve_text
@@ -100,14 +100,7 @@ def measure_layer(layer: LayerCapture, selectors: Sequence[Selector], configs: S
     Args:
         configs: settings that differ in `budget_tokens`; sink pages, recent pages and combine are taken from them too.
     """
-    exact = exact_page_lse(
-        layer.queries,
-        layer.keys.flatten(0, 1),
-        layer.page_table,
-        layer.seq_lens,
-        layer.sm_scale,
-        logit_cap=layer.logit_cap,
-    )
+    exact = layer.exact_lse()
     page_mass = torch.softmax(exact.double(), -1)
     captured: dict[str, list[float]] = {}
     for selector in selectors:

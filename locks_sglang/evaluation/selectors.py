@@ -13,7 +13,7 @@ import torch
 from ..kernels.build_page_summaries import PageSummaries, RecordLayout
 from ..kernels.build_page_summaries.record import ALIGNMENT, quantize
 from ..kernels.common import PAGE_SIZE, gqa_queries, soft_cap
-from ..ops import build_page_summaries, exact_page_lse, page_lse
+from ..ops import build_page_summaries, page_lse
 from .capture import LayerCapture
 
 BF16_BYTES = 2
@@ -56,14 +56,7 @@ def oracle(head_dim: int) -> Selector:
     """The ceiling of page selection: the exact log-sum-exp of every page, for which every key is read."""
 
     def score(layer: LayerCapture) -> torch.Tensor:
-        return exact_page_lse(
-            layer.queries,
-            layer.keys.flatten(0, 1),
-            layer.page_table,
-            layer.seq_lens,
-            layer.sm_scale,
-            logit_cap=layer.logit_cap,
-        )
+        return layer.exact_lse()
 
     return Selector("oracle", "exact-LSE oracle", PAGE_SIZE * head_dim * BF16_BYTES, score)
 
