@@ -21,7 +21,7 @@ test: $(VENV)/.test-$(SGLANG_VERSION) ## run the tests; one kind: make test TEST
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m '$(TESTS)'
 
 compat: ## run the tests on the oldest supported SGLang, 0.5.17
-	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='$(TESTS) and not twin_matrix'
+	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='$(TESTS) and not one_version'
 
 lint: .venv-lint/.installed ## check style and types
 	.venv-lint/bin/ruff check .

@@ -71,8 +71,9 @@ QUESTIONS = (
 SECOND_QUESTION = 'In the words of this text, what is the "if" statement used for?'
 
 RULE = (
-    f"The first token of turn 1.1 that differs from the dense answer must be a close call (dense's two best logits at most "
-    f"{CLOSE_CALL} apart) or lie in the last {1 - JUDGED_SHARE:.0%} of the answer; after it the two continue different texts."
+    f"Every token of turn 1.1 must be the one that dense chooses after the same tokens, but for close calls (dense's two best "
+    f"logits at most {CLOSE_CALL} apart) and the last {1 - JUDGED_SHARE:.0%} of the answer; and no page may be met without a "
+    f"valid summary."
 )
 
 Messages = list[dict[str, str]]
@@ -148,20 +149,24 @@ class Answer:
     tokens_per_s: float | None
 
 
-def ask(client: openai.OpenAI, messages: Messages, max_tokens: int, on_token: Callable[[int], None]) -> Answer:
-    """Stream one greedy answer; `on_token` gets the number of tokens so far."""
+def ask(client: openai.OpenAI, messages: Messages, max_tokens: int, on_token: Callable[[int], None], begun: str = "") -> Answer:
+    """Stream one greedy answer, or the rest of one that begins with the text `begun`.
+
+    `on_token` gets the number of tokens so far.
+    """
     tokens: list[str] = []
     margins: list[float] = []
     text, usage, times = "", None, [time.monotonic()]
     stream: Any = client.chat.completions.create(
         model=MODEL,
-        messages=messages,
+        messages=[*messages, {"role": "assistant", "content": begun}] if begun else messages,
         temperature=0,
         max_tokens=max_tokens,
         logprobs=True,
         top_logprobs=2,
         stream=True,
         stream_options={"include_usage": True},
+        extra_body={"continue_final_message": True} if begun else None,
     )
     for chunk in stream:
         usage = chunk.usage or usage
@@ -198,6 +203,33 @@ def first_difference(answer: Answer, dense: Answer) -> int | None:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """Dense's token at each position of an answer, each chosen after the answer's own tokens before it, and its margin."""
+
+    tokens: list[str]
+    margins: list[float]
+
+
+def follow(answer: Answer, dense: Answer, resume: Callable[[str, int], Answer]) -> Choices:
+    """Dense's choices along `answer`.
+
+    Up to the first difference they are dense's own answer. Behind each close call the two would continue different texts,
+    so dense is asked to go on from `answer`'s; a difference that is none ends the comparison.
+
+    Args:
+        resume: dense's answer that begins with a text, of so many further tokens.
+    """
+    tokens, margins = list(dense.tokens), list(dense.margins)
+    for at in range(len(answer.tokens) - 1):
+        if at == len(tokens) or (answer.tokens[at] != tokens[at] and margins[at] > CLOSE_CALL):
+            break
+        if answer.tokens[at] != tokens[at]:
+            rest = resume("".join(answer.tokens[: at + 1]), len(answer.tokens) - at - 1)
+            tokens[at + 1 :], margins[at + 1 :] = rest.tokens, rest.margins
+    return Choices(tokens, margins)
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Whether an answer keeps to `RULE`, and why in one sentence."""
 
@@ -205,18 +237,23 @@ class Verdict:
     reason: str
 
 
-def judge(answer: Answer, dense: Answer) -> Verdict:
-    """Apply `RULE` to one answer and the dense one to the same prompt."""
-    at, length = first_difference(answer, dense), len(dense.tokens)
-    if at is None:
-        return Verdict(True, f"all {length} tokens equal the dense answer's")
-    where = f"the answers part at token {at + 1} of {length}"
-    if at >= JUDGED_SHARE * length:
-        return Verdict(True, f"{where}, in the last {1 - JUDGED_SHARE:.0%}")
-    apart = f"dense's two best logits are {dense.margins[at]:.3f} apart"
-    if dense.margins[at] <= CLOSE_CALL:
-        return Verdict(True, f"{where}, a close call: {apart}")
-    return Verdict(False, f"{where}, where {apart}")
+def judge(answer: Answer, dense: Choices, invalid_pages: int) -> Verdict:
+    """Apply `RULE` to one answer and dense's choices along it; `invalid_pages` of the whole run."""
+    if invalid_pages:
+        return Verdict(False, f"{invalid_pages} times a page was met without a valid summary")
+    length = len(dense.tokens)
+    # Behind the end of the answer there is nothing to compare but that it ended.
+    positions = range(min(max(length, len(answer.tokens)), len(answer.tokens) + 1))
+    apart = [at for at in positions if answer.tokens[at : at + 1] != dense.tokens[at : at + 1]]
+    for at in apart:
+        if at < JUDGED_SHARE * length and dense.margins[at] > CLOSE_CALL:
+            margin = f"where dense's two best logits are {dense.margins[at]:.3f} apart"
+            return Verdict(False, f"token {at + 1} of {length} is not the one that dense chooses, {margin}")
+    if not apart:
+        return Verdict(True, f"all {length} tokens are those that dense chooses")
+    return Verdict(
+        True, f"{len(apart)} of {length} tokens differ, close calls or in the last {1 - JUDGED_SHARE:.0%} of the answer"
+    )
 
 
 # --- the machine and its servers --------------------------------------------------------------------------------------
@@ -310,7 +347,8 @@ def page_counts(before: dict[str, Any], after: dict[str, Any]) -> PageCounts:
 
 @dataclass
 class Turn:
-    """One question, with both backends' answers to the same prompt. `name` is conversation.turn."""
+    """One question, with both backends' answers to the same prompt, and for the turn that is judged dense's choices along
+    locks' answer. `name` is conversation.turn."""
 
     name: str
     question: str
@@ -318,6 +356,7 @@ class Turn:
     answer: Answer
     pages: PageCounts
     dense: Answer | None = None
+    choices: Choices | None = None
 
 
 class Screen:
@@ -383,6 +422,13 @@ def answer_densely(url: str, turns: Sequence[Turn], max_tokens: int, bars: Progr
         task, on_token = _watch(bars, f"dense {turn.name}", max_tokens)
         turn.dense = ask(client, turn.prompt, max_tokens, on_token)
         bars.remove_task(task)
+    judged = turns[0]
+    assert judged.dense is not None
+    judged.choices = follow(
+        judged.answer,
+        judged.dense,
+        lambda begun, tokens: ask(client, judged.prompt, tokens, lambda done: None, begun),
+    )
 
 
 def table(turns: Sequence[Turn]) -> Table:
@@ -434,6 +480,7 @@ def report(turns: Sequence[Turn], verdict: Verdict) -> dict[str, Any]:
             "dense": dataclasses.asdict(turn.dense),
             "equal_share": equal_share(turn.answer, turn.dense),
             "first_difference": first_difference(turn.answer, turn.dense),
+            "choices": dataclasses.asdict(turn.choices) if turn.choices else None,
         }
 
     return {"turns": [row(turn) for turn in turns], "rule": RULE, **dataclasses.asdict(verdict)}
@@ -467,8 +514,8 @@ def run(options: argparse.Namespace, screen: Screen) -> int:
         dense_variables["HF_HUB_OFFLINE"] = "1"
         with _server(commands["dense"], options.output / "demo-dense.log", dense_variables, bars) as url:
             answer_densely(url, turns, options.max_tokens, bars)
-    assert turns[0].dense is not None
-    verdict = judge(turns[0].answer, turns[0].dense)
+    assert turns[0].choices is not None
+    verdict = judge(turns[0].answer, turns[0].choices, sum(turn.pages.invalid for turn in turns))
 
     facts = {
         "versions": {name: version(name) for name in ("sglang", "torch", "transformers", "openai")}
@@ -535,8 +582,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when `RULE` is broken; 2 when the demo could not run; 130 when it was interrupted.
     """
     options, screen = parse(argv), Screen()
-    # A terminal that closes or a job that is stopped must end the server too.
-    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A terminal that closes or a job that is stopped must end the server too; what nohup ignores stays ignored.
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in heard}
     try:
         return run(options, screen)
     except (ConfigError, ModelError, ServerError, openai.OpenAIError) as error:

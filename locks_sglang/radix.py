@@ -124,8 +124,9 @@ def owned_pages(tree: Any) -> torch.Tensor:
 
 
 def _pool(tree: Any) -> SummaryPool:
-    if not hasattr(tree, "tree_core") and not hasattr(tree, "root_node"):
-        raise RadixViewError(f"{type(tree).__name__} is not a radix tree; start the server without --disable-radix-cache")
+    # Without a radix cache 0.5.17 has a tree of another class, 0.5.23 one that is switched off.
+    if getattr(tree, "disable", False) or not (hasattr(tree, "tree_core") or hasattr(tree, "root_node")):
+        raise RadixViewError(f"this {type(tree).__name__} caches nothing; start the server without --disable-radix-cache")
     pool = SummaryPool.attached(tree.token_to_kv_pool_allocator.get_kvcache())
     if pool is None:
         raise RadixViewError("no summaries on this tree's KV pool; start the server with --attention-backend locks")

@@ -154,6 +154,10 @@ def _not_a_decoder(runner: Any) -> str:
     return "" if runner.model_config.is_generation else "embedding or encoder"
 
 
+def _multimodal(runner: Any) -> str:
+    return "multimodal" if runner.model_config.is_multimodal else ""
+
+
 def _layer_not_causal(layer: Any) -> str:
     if layer.is_cross_attention:
         return "cross-attention"
@@ -228,6 +232,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("mixed chunk", "dense", "tests/test_inprocess.py::test_mixed_rows_are_counted"),
     Feature("overlap scheduling", "works", _TWIN),
     Feature("abort in mid-prefill", "works", "tests/test_inprocess.py::test_abort_keeps_summaries"),
+    Feature("retraction", "works", "tests/test_inprocess.py::test_retraction_keeps_summaries"),
+    Feature("cache flush", "works", "tests/test_inprocess.py::test_flush_forgets"),
+    Feature("weight update from disk", "works", "tests/test_inprocess.py::test_weight_update_keeps_summaries"),
+    Feature("no radix cache (--disable-radix-cache)", "works", "tests/test_inprocess.py::test_no_radix_cache"),
     Feature("eviction and reuse of pages", "works", "tests/test_inprocess.py::test_eviction_keeps_summaries"),
     Feature("short contexts (min_context_tokens)", "dense", "tests/test_inprocess.py::test_short_batches_run_dense"),
     Feature("bf16, fp16 and fp32 KV cache", "works", "tests/test_backend.py::test_cache_dtypes"),
@@ -409,6 +417,14 @@ FEATURES: tuple[Feature, ...] = (
         _OTHER_BACKEND,
         model=_window,
         layer=_layer_window,
+    ),
+    Feature(
+        "a multimodal model",
+        "refused",
+        _MODELS,
+        _UNPROVEN,
+        _OTHER_BACKEND,
+        model=_multimodal,
     ),
     _SINKS,
     Feature(

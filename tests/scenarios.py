@@ -174,7 +174,7 @@ def eviction_keeps_summaries(server: InProcessServer) -> int:
     server.flush_cache()
     seen: set[int] = set()
     reused_pages = 0
-    for i in range(5):
+    for i in range(3):
         prompt = text_tokens(server, 2200, skip=1500 * i)
         server.generate([prompt], 4)
         pages = set(torch.cat([node.pages for node in radix.path(server.tree, prompt)]).tolist())
@@ -188,9 +188,9 @@ def eviction_keeps_summaries(server: InProcessServer) -> int:
 def abort_keeps_summaries(server: InProcessServer) -> None:
     """A request is aborted after each of its first chunks and sent again: same answer as undisturbed, all summaries right."""
     server.flush_cache()
-    prompt = text_tokens(server, 1900, skip=2000)
+    prompt = text_tokens(server, 1400, skip=2000)
     (undisturbed,) = server.generate([prompt], 8)
-    for chunks in (1, 2, 3):
+    for chunks in (1, 2):
         server.flush_cache()
 
         def abort_after(chunks: int = chunks) -> Iterator[None]:
@@ -206,6 +206,115 @@ def abort_keeps_summaries(server: InProcessServer) -> None:
         (again,) = server.generate([prompt], 8)
         assert again.output_ids == undisturbed.output_ids
         assert_summaries_are_fresh(server)
+
+
+def retraction_keeps_summaries(server: InProcessServer) -> None:
+    """SGLang takes a decoding request's pages away and serves it again: same answers as undisturbed, all summaries right."""
+    import sglang.srt.managers.scheduler as scheduling
+
+    server.flush_cache()
+    prompts = [text_tokens(server, 300, skip=skip) for skip in (700, 4100)]
+    undisturbed = [server.generate([prompt], 16)[0].output_ids for prompt in prompts]
+    server.flush_cache()
+    requests: list[Request] = []
+
+    def retract_once() -> Iterator[None]:
+        requests.extend(server.submit(prompt, 16) for prompt in prompts)
+        while min(len(request.output_ids) for request in requests) < 4:
+            yield
+        scheduling.TEST_RETRACT = True
+        while not any(request.req.retraction_count for request in requests):
+            yield
+        scheduling.TEST_RETRACT = False
+
+    try:
+        server.run(retract_once())
+    finally:
+        scheduling.TEST_RETRACT = False
+    assert sum(request.req.retraction_count for request in requests) == 1
+    assert [request.output_ids for request in requests] == undisturbed
+    assert_summaries_are_fresh(server)
+
+
+def flush_forgets(server: InProcessServer) -> None:
+    """After a flush the same prompt finds nothing, and its summaries are built once more, in whatever pages it gets."""
+    server.flush_cache()
+    prompt = text_tokens(server, 700, skip=6000)
+    (first,) = server.generate([prompt], 8)
+    server.flush_cache()
+    assert len(radix.owned_pages(server.tree)) == 0
+    before, steps = built(server), server.backend.counters.decode_steps
+    (again,) = server.generate([prompt], 8)
+    assert again.cached_tokens == 0
+    assert again.output_ids == first.output_ids
+    stored = len(prompt) + server.backend.counters.decode_steps - steps
+    assert [now - then for now, then in zip(built(server), before, strict=True)] == [stored // PAGE] * len(before)
+    for node in radix.path(server.tree, prompt):
+        assert node.stale == 0
+        assert (node.builds == 1).all()
+        assert (node.reuses == 0).all()
+    assert_summaries_are_fresh(server)
+
+
+def weight_update_keeps_summaries(server: InProcessServer, changed: str, original: str) -> None:
+    """New weights from disk change every key: summaries are of the new keys, and the old weights bring the old answer back."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    def load(folder: str) -> None:
+        answer = server.scheduler.weight_updater.update_weights_from_disk(
+            UpdateWeightFromDiskReqInput(model_path=folder, load_format="auto")
+        )
+        assert answer.success, answer.message
+
+    server.flush_cache()
+    prompt = text_tokens(server, 400, skip=200)
+    (first,) = server.generate([prompt], 12)
+    load(changed)
+    assert len(radix.owned_pages(server.tree)) == 0
+    (other,) = server.generate([prompt], 12)
+    assert other.cached_tokens == 0
+    assert other.output_ids != first.output_ids
+    assert_summaries_are_fresh(server)
+    load(original)
+    (again,) = server.generate([prompt], 12)
+    assert again.output_ids == first.output_ids
+    assert_summaries_are_fresh(server)
+
+
+def no_radix_cache(server: InProcessServer) -> None:
+    """Without a radix cache nothing is reused, every page is built, and the view of the tree says why there is none."""
+    prompt = text_tokens(server, 1100, skip=5000)
+    answers = []
+    for _ in range(2):
+        before, steps = built(server), server.backend.counters.decode_steps
+        seen = 0
+
+        def look() -> Iterator[None]:
+            nonlocal seen
+            request = server.submit(prompt, 8)
+            while not request.finished:
+                if len(request.output_ids) == 4:
+                    (row,) = server.scheduler.running_batch.req_pool_indices.tolist()
+                    slots = server.backend.req_to_token[row, : len(prompt) // PAGE * PAGE : PAGE]
+                    assert server.backend.summaries.verify(slots.long() // PAGE) == []
+                    seen += 1
+                yield
+            answers.append((request.output_ids, request.cached_tokens))
+
+        server.run(look())
+        assert seen
+        stored = len(prompt) + server.backend.counters.decode_steps - steps
+        assert [now - then for now, then in zip(built(server), before, strict=True)] == [stored // PAGE] * len(before)
+    assert answers[0] == answers[1]
+    assert answers[0][1] == 0
+    assert server.backend.counters.reused == 0
+    assert counters(server)["invalid_pages"] == 0
+    try:
+        radix.path(server.tree, prompt)
+    except radix.RadixViewError as error:
+        assert "start the server without --disable-radix-cache" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a tree without nodes was read")
 
 
 def mixed_rows_are_counted(server: InProcessServer) -> None:

@@ -36,6 +36,7 @@ from locks_sglang.ops import (
     dense_decode,
     exact_page_lse,
     locks_decode,
+    page_lse,
     sparse_decode,
 )
 
@@ -541,8 +542,28 @@ def test_requests_do_not_depend_on_their_batch() -> None:
     for b in range(len(LENGTHS)):
         table = kv.page_table[b : b + 1, : int(kv.num_pages[b])]
         alone = locks_decode_step(q[b : b + 1], kv.k_cache, kv.v_cache, s, table, kv.seq_lens[b : b + 1], 0.125, config)
-        assert torch.equal(alone.pages[0], together.pages[b])
+        # A narrower page table leaves room for fewer pages; what the wider one has beyond is padding.
+        width = alone.pages.shape[2]
+        assert torch.equal(alone.pages[0], together.pages[b, :, :width])
+        assert (together.pages[b, :, width:] == -1).all()
         assert_close(alone.out[0], f64(together.out[b]), size=size)
+
+
+@pytest.mark.parametrize("tail", ["qmu", "flat", "off"])
+def test_page_table_without_columns(tail: str) -> None:
+    """A batch in which no request has a page: output 0, log-sum-exp -inf."""
+    kv = make_paged("random", [48], 2, 64, generator(54))
+    q = torch.ones(3, 4, 64)
+    none, lengths = torch.zeros(3, 0, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    s = build_page_summaries(*kv.pages, 4)
+    assert page_lse(q, s, none, lengths, 0.125).shape == (3, 4, 0)
+    out, lse = sparse_decode(
+        q, kv.k_cache, kv.v_cache, none, torch.zeros(3, 2, 0, dtype=torch.int32), lengths, lengths, 0.125, return_lse=True
+    )
+    assert (out == 0).all()
+    assert (lse == -torch.inf).all()
+    config = LocksConfig(rank=4, tail_correction=tail)
+    assert (locks_decode(q, kv.k_cache, kv.v_cache, s, none, lengths, 0.125, config) == 0).all()
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The demo: its rule, its document, its table, the care it takes of its servers, and a short run of the whole."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -17,7 +19,20 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from locks_sglang import demo, serving
-from locks_sglang.demo import Answer, PageCounts, Turn, equal_share, first_difference, judge, page_counts, read_document, unwrap
+from locks_sglang.demo import (
+    Answer,
+    Choices,
+    PageCounts,
+    Turn,
+    Verdict,
+    equal_share,
+    first_difference,
+    follow,
+    judge,
+    page_counts,
+    read_document,
+    unwrap,
+)
 from locks_sglang.serving import ServerError
 
 
@@ -33,22 +48,50 @@ def answer(tokens: str, margins: dict[int, float] | None = None, usual: float = 
 @pytest.mark.parametrize(
     ("ours", "dense", "passed", "reason"),
     [
-        ("abcdefghij", answer("abcdefghij"), True, "all 10 tokens equal the dense answer's"),
-        ("abXdefghij", answer("abcdefghij"), False, "part at token 3 of 10, where dense's two best logits are 3.000 apart"),
+        ("abcdefghij", answer("abcdefghij"), True, "all 10 tokens are those that dense chooses"),
+        ("abXdefghij", answer("abcdefghij"), False, "token 3 of 10 is not .* where dense's two best logits are 3.000 apart"),
         ("abXdefghij", answer("abcdefghij", {2: 0.101}), False, "are 0.101 apart"),
-        ("abXdefghij", answer("abcdefghij", {2: 0.1}), True, "part at token 3 of 10, a close call: .* are 0.100 apart"),
-        ("abXYZfghij", answer("abcdefghij", {2: 0.05}), True, "a close call"),
-        ("abcdefghiX", answer("abcdefghij"), True, "part at token 10 of 10, in the last 10%"),
-        ("abcdefghXj", answer("abcdefghij"), False, "part at token 9 of 10"),
-        ("abcde", answer("abcdefghij"), False, "part at token 6 of 10"),
-        ("abcdefghij", answer("abcde"), True, "part at token 6 of 5, in the last 10%"),
-        ("X", answer("a"), False, "part at token 1 of 1"),
+        ("abXdefghij", answer("abcdefghij", {2: 0.1}), True, "1 of 10 tokens differ, close calls"),
+        ("abXdYfghij", answer("abcdefghij", {2: 0.05}), False, "token 5 of 10 is not"),
+        ("abXdYfghij", answer("abcdefghij", {2: 0.05, 4: 0.0}), True, "2 of 10 tokens differ"),
+        ("abcdefghiX", answer("abcdefghij"), True, "1 of 10 tokens differ, close calls or in the last 10%"),
+        ("abcdefghXj", answer("abcdefghij"), False, "token 9 of 10"),
+        ("abcde", answer("abcdefghij"), False, "token 6 of 10"),
+        ("abcde", answer("abcdefghij", {5: 0.1}), True, "1 of 10 tokens differ"),
+        ("abcdefghij", answer("abcde"), True, "5 of 5 tokens differ, close calls or in the last 10%"),
+        ("X", answer("a"), False, "token 1 of 1"),
     ],
 )
 def test_rule(ours: str, dense: Answer, passed: bool, reason: str) -> None:
-    verdict = judge(answer(ours, usual=0.0), dense)
+    verdict = judge(answer(ours, usual=0.0), Choices(dense.tokens, dense.margins), 0)
     assert verdict.passed is passed
     assert re.search(reason, verdict.reason), verdict.reason
+
+
+def test_rule_allows_no_invalid_page() -> None:
+    verdict = judge(answer("abc"), Choices(["a", "b", "c"], [3.0] * 3), 2)
+    assert verdict == Verdict(False, "2 times a page was met without a valid summary")
+
+
+def test_dense_goes_on_from_every_close_call() -> None:
+    """After each, dense continues the answer that is judged, not its own; what it chose there stays on record."""
+    asked = []
+
+    def resume(begun: str, tokens: int) -> Answer:
+        asked.append((begun, tokens))
+        return {"abX": answer("dYfgh", {1: 0.05}), "abXde": answer("fgh", usual=2.0)}[begun]
+
+    choices = follow(answer("abXdefgh"), answer("abcZZ", {2: 0.1}), resume)
+    assert asked == [("abX", 5), ("abXde", 3)]
+    assert choices == Choices(list("abcdYfgh"), [3.0, 3.0, 0.1, 3.0, 0.05, 2.0, 2.0, 2.0])
+
+
+def test_dense_stops_at_a_difference_that_is_no_close_call() -> None:
+    def never(begun: str, tokens: int) -> Answer:
+        raise AssertionError
+
+    for ours, dense in (("abXd", "abcd"), ("abcd", "abcX"), ("ab", "abcd"), ("abcd", "ab"), ("abcd", "abcd")):
+        assert follow(answer(ours), answer(dense), never) == Choices(list(dense), [3.0] * len(dense))
 
 
 def test_equal_share_counts_the_longer_answer() -> None:
@@ -218,25 +261,39 @@ def test_bad_options_are_explained(model_path: str, tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.server
+@pytest.mark.one_version
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_demo_leaves_no_process(number: signal.Signals, model_path: str, tmp_path: Path) -> None:
     """Interrupted while the real server starts, its scheduler process included."""
-    process = subprocess.Popen(demo_command(model_path, tmp_path), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        demo_command(model_path, tmp_path),
+        stdout=subprocess.PIPE,
+        text=True,
+        # A shell starts background jobs with SIGINT ignored, and the demo keeps to that.
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
+    )
     started = psutil.Process(process.pid)
-    deadline = time.monotonic() + 300
-    while not any("scheduler" in child.name() for child in started.children(recursive=True)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.2)
-    children = started.children(recursive=True)
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "interrupted; the server is stopped" in said
-    assert still_running(children) == []
+    children: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 300
+        while not any("scheduler" in child.name() for child in children):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.2)
+            children = started.children(recursive=True)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "interrupted; the server is stopped" in said
+        assert still_running(children) == []
+    finally:
+        for left in (process, *children):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
 
 
 @pytest.mark.server
+@pytest.mark.one_version
 @pytest.mark.timeout(1200)
 def test_short_demo(model_path: str, tmp_path: Path) -> None:
     """Two turns and a second conversation of 16 tokens each, budget 512, 4,000 tokens of text: sparse, reused, right."""

@@ -278,5 +278,22 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
         select_pages(**given_arguments)
 
 
+def test_no_pages_at_all() -> None:
+    """A page table without columns: nothing to select."""
+    pages, counts = select_pages(torch.zeros(2, 6, 0), torch.zeros(2, dtype=torch.int32), 4, num_kv_heads=2)
+    assert (pages.shape, pages.dtype) == ((2, 2, 4), torch.int32)
+    assert (pages == -1).all()
+    assert counts.tolist() == [0, 0]
+
+
+def test_more_pages_than_listed_are_taken_as_all() -> None:
+    lse = torch.tensor([[[0.0, 3.0, 1.0, 2.0, 0.0]]])
+    for held in (5, 6, 99):
+        pages, counts = select_pages(lse, torch.tensor([held], dtype=torch.int32), 3, num_kv_heads=1)
+        assert (pages.tolist(), counts.tolist()) == ([[[0, 1, 4]]], [3])
+    pages, counts = select_pages(lse, torch.tensor([9], dtype=torch.int32), 8, num_kv_heads=1)
+    assert (pages.tolist(), counts.tolist()) == ([[[0, 1, 2, 3, 4, -1, -1, -1]]], [5])
+
+
 def test_refusals_are_value_errors() -> None:
     assert issubclass(ArgumentError, ValueError)

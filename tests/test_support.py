@@ -238,6 +238,11 @@ MODELS: list[tuple[str, str, Callable[[Path], Any]]] = [
         "layer 1: cross-attention",
         lambda at: runner(at, layer(), layer(layer_id=1, is_cross_attention=True)),
     ),
+    (
+        "a multimodal model",
+        "multimodal",
+        lambda at: runner(at, architectures=["Qwen2VLForConditionalGeneration"], model_type="qwen2_vl"),
+    ),
     ("attention sinks (learned logits)", "attention1.sinks", with_sinks),
     ("this kind of KV pool", "MLATokenToKVPool", lambda at: runner(at, kv_pool=mla_pool())),
     ("this kind of KV pool", "layout hnd", lambda at: runner(at, kv_pool=hnd_pool())),

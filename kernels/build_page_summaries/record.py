@@ -46,7 +46,10 @@ class RecordLayout:
             f"byte; got {self.head_dim} and {self.v_head_dim}",
         )
         limit = min(PAGE_SIZE - 1, self.head_dim)
-        require(1 <= self.rank <= limit, f"rank must be 1 to {limit} (min(P - 1, D)), got {self.rank}")
+        require(
+            isinstance(self.rank, int) and 1 <= self.rank <= limit,
+            f"rank must be a whole number from 1 to {limit} (min(P - 1, D)), got {self.rank!r}",
+        )
 
     @cached_property
     def sections(self) -> dict[str, tuple[int, int]]:

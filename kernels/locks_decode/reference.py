@@ -83,6 +83,8 @@ def merge_tail(
         fp32 [B, Hq, Dv]: (A out + sum_unselected w vbar) / (A + sum_unselected w) with A = exp(lse).
     """
     batch, heads, n = tail.shape
+    if n == 0:
+        return out
     kv_heads = pages.shape[1]
     hit = torch.zeros(batch, kv_heads, n + 1, dtype=torch.bool, device=tail.device)
     hit.scatter_(2, torch.where(pages < 0, n, pages).long(), True)

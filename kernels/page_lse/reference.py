@@ -84,5 +84,5 @@ def _logits(q: torch.Tensor, f: PageFactors, center: torch.Tensor) -> tuple[torc
     columns = q.transpose(-1, -2)
     offset = f.mean @ columns + (center.unsqueeze(1) @ columns)
     basis = f.basis.transpose(-1, -2).reshape(batch, heads, -1, dim)
-    projected = (basis @ columns).view(batch, heads, pages, -1, group)
+    projected = (basis @ columns).view(batch, heads, pages, f.basis.shape[-1], group)
     return offset, f.coef @ projected

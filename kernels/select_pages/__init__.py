@@ -23,7 +23,7 @@ def select_pages(
 
     Args:
         lse: fp32 [B, Hq, Nmax] as `page_lse` returns it; NaN counts as -inf.
-        num_pages: int32 [B], pages of each request, the partial tail page included.
+        num_pages: int32 [B], pages of each request, the partial tail page included; taken as Nmax where it is more.
         budget_pages: most pages of one (request, KV head), sink and recent pages included.
         sink_pages, recent_pages: first and last pages that are always kept.
         num_kv_heads: H, required; the G = Hq / H query heads of a group vote together.

@@ -36,6 +36,10 @@ def select(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `select_pages`, without the checks."""
     batch, heads, n = lse.shape
+    if n == 0:
+        none = torch.full((batch, num_kv_heads, budget_pages), -1, dtype=torch.int32, device=lse.device)
+        return none, torch.zeros(batch, dtype=torch.int32, device=lse.device)
+    num_pages = num_pages.clamp(0, n)
     index = torch.arange(n, device=lse.device)
     live = index < num_pages.unsqueeze(1)
     lse = torch.where(live.unsqueeze(1), lse, -torch.inf)
@@ -55,7 +59,7 @@ def select(
     by_class = torch.argsort(rank_class.gather(-1, order), dim=-1, descending=True, stable=True)
     order = order.gather(-1, by_class)
 
-    counts = num_pages.clamp(0, budget_pages).to(torch.int32)
+    counts = num_pages.clamp(max=budget_pages).to(torch.int32)
     kept = order[..., :budget_pages]
     if n < budget_pages:
         kept = torch.nn.functional.pad(kept, (0, budget_pages - n), value=n)
