@@ -18,10 +18,11 @@ demo: $(VENV)/.demo-$(SGLANG_VERSION) ## serve a real model with locks, chat ove
 	$(VENV)/bin/locks-sglang demo
 
 test: $(VENV)/.test-$(SGLANG_VERSION) ## run the tests; one kind: make test TESTS='not gpu and not server'
+	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m '$(TESTS)'
 
 compat: ## run the tests on the oldest supported SGLang, 0.5.17
-	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='$(TESTS) and not one_version'
+	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='($(TESTS)) and not one_version'
 
 lint: .venv-lint/.installed ## check style and types
 	.venv-lint/bin/ruff check .

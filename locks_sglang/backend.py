@@ -245,7 +245,6 @@ class LocksAttnBackend(AttentionBackend):
             plan.seq_lens,
             layer.scaling,
             self.config,
-            logit_cap=float(layer.logit_cap or 0.0),
         )
         return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 

@@ -3,6 +3,7 @@ environment."""
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 
 from . import __version__
@@ -13,6 +14,8 @@ COMMANDS = {
     "eval": (".evaluation.cli", "measure the method on real keys"),
     "run": (".run", "run a module, e.g. sglang.benchmark.one_batch, with SGLang's plugins loaded"),
 }
+DEMO_PACKAGES = ("openai", "rich", "tokenizers")
+"""What `demo` imports beyond SGLang's own needs; the extra of that name brings them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,4 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
     given = parser.parse_args(argv)
     module, _ = COMMANDS[given.command]
-    return int(importlib.import_module(module, __package__).main(given.arguments) or 0)
+    try:
+        command = importlib.import_module(module, __package__)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if given.command != "demo" or package not in DEMO_PACKAGES:
+            raise
+        print(f"locks-sglang demo needs the package {package}: pip install 'locks-sglang[demo]'", file=sys.stderr)
+        return 2
+    return int(command.main(given.arguments) or 0)

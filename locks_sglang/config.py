@@ -66,10 +66,10 @@ class LocksConfig:
         self._check("recent_pages", 1 <= self.recent_pages <= 1024)
         least = PAGE_SIZE * (self.sink_pages + self.recent_pages + 1)
         if self.budget_tokens % PAGE_SIZE or self.budget_tokens < least:
-            lower = max(least, self.budget_tokens // PAGE_SIZE * PAGE_SIZE)
+            near = max(least, (self.budget_tokens + PAGE_SIZE // 2) // PAGE_SIZE * PAGE_SIZE)
             raise ConfigError(
                 f"budget_tokens = {self.budget_tokens} is not allowed: it must be a multiple of {PAGE_SIZE} and at least "
-                f"{least} = {PAGE_SIZE} * (sink_pages + recent_pages + 1); nearest valid value {lower}"
+                f"{least} = {PAGE_SIZE} * (sink_pages + recent_pages + 1); nearest valid value {near}"
             )
         self._check("combine", self.combine in COMBINES)
         self._check("tail_correction", self.tail_correction in TAIL_CORRECTIONS)
@@ -169,7 +169,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"the file cannot be read: {error}") from None
     try:
         data = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the file is not valid {file.suffix[1:].upper()}: {error}") from None
     if isinstance(data, dict) and list(data) == ["locks"]:
         data = data["locks"]
@@ -198,7 +198,7 @@ def _read_flags(environ: Mapping[str, str]) -> dict[str, Any]:
         flags = json.loads(environ.get(FLAGS_VARIABLE, "{}"))
     except ValueError:
         flags = None
-    if not isinstance(flags, dict):
+    if not isinstance(flags, dict) or not set(flags) <= {*NAMES, "config"}:
         raise ConfigError(f"{FLAGS_VARIABLE} is written by locks itself and must not be set: unset it")
     return flags
 
@@ -236,9 +236,23 @@ def load_config(environ: Mapping[str, str] | None = None) -> LoadedConfig:
         raise ConfigError(f"{error} (given: {given})") from None
 
 
+_beneath_flags: dict[str, Any] = {}
+"""What each flag of the last command line took the place of: a setting of `configure()`, or None."""
+
+
 def store_flag(name: str, value: str) -> None:
     """Record what a flag set, for this process and those it spawns. `name` may be "config"."""
-    os.environ[FLAGS_VARIABLE] = json.dumps(_read_flags(os.environ) | {name: value})
+    stored = _read_flags(os.environ)
+    _beneath_flags.setdefault(name, stored.get(name))
+    os.environ[FLAGS_VARIABLE] = json.dumps(stored | {name: value})
+
+
+def forget_flags() -> None:
+    """Undo `store_flag`: a further command line in the same process starts without the flags of the last."""
+    if _beneath_flags:
+        settings = {name: value for name, value in (_read_flags(os.environ) | _beneath_flags).items() if value is not None}
+        os.environ[FLAGS_VARIABLE] = json.dumps(settings)
+        _beneath_flags.clear()
 
 
 def configure(**settings: Any) -> LocksConfig:

@@ -135,7 +135,7 @@ class Answer:
     """One streamed answer.
 
     Attributes:
-        tokens: text of each token. margins: difference of the two best logits at each.
+        tokens: text of each token. margins: difference of the two best logits at each. ended: whether the model ended it.
         prompt_tokens, cached_tokens: of the prompt, and of it found in the prefix cache.
         first_token_s: seconds from the request to the first token. tokens_per_s: of those after the first, if any.
     """
@@ -147,16 +147,27 @@ class Answer:
     cached_tokens: int
     first_token_s: float
     tokens_per_s: float | None
+    ended: bool
 
 
-def ask(client: openai.OpenAI, messages: Messages, max_tokens: int, on_token: Callable[[int], None], begun: str = "") -> Answer:
-    """Stream one greedy answer, or the rest of one that begins with the text `begun`.
+def ask(
+    client: openai.OpenAI,
+    messages: Messages,
+    max_tokens: int,
+    on_token: Callable[[int], None],
+    *,
+    begun: str = "",
+    past_end: bool = False,
+) -> Answer:
+    """Stream one greedy answer; `on_token` gets the number of tokens so far.
 
-    `on_token` gets the number of tokens so far.
+    Args:
+        begun: text that the answer begins with; only what follows is returned.
+        past_end: go on behind tokens that end an answer, which then are tokens like any other.
     """
     tokens: list[str] = []
     margins: list[float] = []
-    text, usage, times = "", None, [time.monotonic()]
+    text, usage, reason, times = "", None, None, [time.monotonic()]
     stream: Any = client.chat.completions.create(
         model=MODEL,
         messages=[*messages, {"role": "assistant", "content": begun}] if begun else messages,
@@ -166,12 +177,13 @@ def ask(client: openai.OpenAI, messages: Messages, max_tokens: int, on_token: Ca
         top_logprobs=2,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"continue_final_message": True} if begun else None,
+        extra_body={"continue_final_message": bool(begun), "ignore_eos": past_end},
     )
     for chunk in stream:
         usage = chunk.usage or usage
         for choice in chunk.choices:
             text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
             for entry in choice.logprobs.content if choice.logprobs else ():
                 best, second = (candidate.logprob for candidate in entry.top_logprobs)
                 tokens.append(entry.token)
@@ -181,10 +193,22 @@ def ask(client: openai.OpenAI, messages: Messages, max_tokens: int, on_token: Ca
     if usage is None or not tokens:
         raise ServerError("the answer had no tokens or no usage")
     details = usage.prompt_tokens_details
-    rate = (len(tokens) - 1) / (times[-1] - times[1]) if times[-1] > times[1] else None
     return Answer(
-        text, tokens, margins, usage.prompt_tokens, (details.cached_tokens or 0) if details else 0, times[1] - times[0], rate
+        text,
+        tokens,
+        margins,
+        usage.prompt_tokens,
+        cached_tokens=(details.cached_tokens or 0) if details else 0,
+        first_token_s=times[1] - times[0],
+        tokens_per_s=(len(tokens) - 1) / (times[-1] - times[1]) if times[-1] > times[1] else None,
+        ended=reason == "stop",
     )
+
+
+def end_of_answer(model: Path) -> str:
+    """Text of the token that ends an answer, as the model's tokenizer names it."""
+    named = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
+    return str(named["content"] if isinstance(named, dict) else named)
 
 
 def equal_share(answer: Answer, dense: Answer) -> float:
@@ -204,29 +228,38 @@ def first_difference(answer: Answer, dense: Answer) -> int | None:
 
 @dataclass(frozen=True)
 class Choices:
-    """Dense's token at each position of an answer, each chosen after the answer's own tokens before it, and its margin."""
+    """An answer's tokens, its end included, and at each position dense's choice after the same tokens, with its margin.
 
-    tokens: list[str]
+    `dense` and `margins` are shorter where a difference that is no close call ended the comparison.
+    """
+
+    answer: list[str]
+    dense: list[str]
     margins: list[float]
 
 
-def follow(answer: Answer, dense: Answer, resume: Callable[[str, int], Answer]) -> Choices:
+def follow(answer: Answer, end: str, resume: Callable[[str, int], Answer]) -> Choices:
     """Dense's choices along `answer`.
 
-    Up to the first difference they are dense's own answer. Behind each close call the two would continue different texts,
-    so dense is asked to go on from `answer`'s; a difference that is none ends the comparison.
+    Behind a close call the two would continue different texts, so dense is asked again from where `answer` stands.
 
     Args:
-        resume: dense's answer that begins with a text, of so many further tokens.
+        end: text of the token that ends an answer.
+        resume: dense's continuation of the answer that begins with a text, by so many tokens, ends among them.
     """
-    tokens, margins = list(dense.tokens), list(dense.margins)
-    for at in range(len(answer.tokens) - 1):
-        if at == len(tokens) or (answer.tokens[at] != tokens[at] and margins[at] > CLOSE_CALL):
+    wanted = answer.tokens + [end] * answer.ended
+    tokens: list[str] = []
+    margins: list[float] = []
+    while len(tokens) < len(wanted):
+        at = len(tokens)
+        more = resume("".join(answer.tokens[:at]), len(wanted) - at)
+        parted = [i for i, token in enumerate(more.tokens) if token != wanted[at + i]]
+        kept = parted[0] + 1 if parted else len(more.tokens)
+        tokens += more.tokens[:kept]
+        margins += more.margins[:kept]
+        if parted and margins[-1] > CLOSE_CALL:
             break
-        if answer.tokens[at] != tokens[at]:
-            rest = resume("".join(answer.tokens[: at + 1]), len(answer.tokens) - at - 1)
-            tokens[at + 1 :], margins[at + 1 :] = rest.tokens, rest.margins
-    return Choices(tokens, margins)
+    return Choices(wanted, tokens, margins)
 
 
 @dataclass(frozen=True)
@@ -237,17 +270,15 @@ class Verdict:
     reason: str
 
 
-def judge(answer: Answer, dense: Choices, invalid_pages: int) -> Verdict:
-    """Apply `RULE` to one answer and dense's choices along it; `invalid_pages` of the whole run."""
+def judge(choices: Choices, invalid_pages: int) -> Verdict:
+    """Apply `RULE` to an answer and dense's choices along it; `invalid_pages` of the whole run."""
     if invalid_pages:
         return Verdict(False, f"{invalid_pages} times a page was met without a valid summary")
-    length = len(dense.tokens)
-    # Behind the end of the answer there is nothing to compare but that it ended.
-    positions = range(min(max(length, len(answer.tokens)), len(answer.tokens) + 1))
-    apart = [at for at in positions if answer.tokens[at : at + 1] != dense.tokens[at : at + 1]]
+    length = len(choices.answer)
+    apart = [at for at, (ours, dense) in enumerate(zip(choices.answer, choices.dense, strict=False)) if ours != dense]
     for at in apart:
-        if at < JUDGED_SHARE * length and dense.margins[at] > CLOSE_CALL:
-            margin = f"where dense's two best logits are {dense.margins[at]:.3f} apart"
+        if at < JUDGED_SHARE * length and choices.margins[at] > CLOSE_CALL:
+            margin = f"where dense's two best logits are {choices.margins[at]:.3f} apart"
             return Verdict(False, f"token {at + 1} of {length} is not the one that dense chooses, {margin}")
     if not apart:
         return Verdict(True, f"all {length} tokens are those that dense chooses")
@@ -415,19 +446,21 @@ def hold_conversations(url: str, document: Document, turns: int, max_tokens: int
     return held
 
 
-def answer_densely(url: str, turns: Sequence[Turn], max_tokens: int, bars: Progress) -> None:
-    """The dense server's answers to exactly the prompts of these turns, locks' earlier answers included."""
+def answer_densely(url: str, turns: Sequence[Turn], max_tokens: int, end: str, bars: Progress) -> None:
+    """The dense server's answers to exactly the prompts of these turns, locks' earlier answers included.
+
+    Along the first turn's answer, which is judged, also dense's choice at every position; `end` ends an answer.
+    """
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=1800, max_retries=0)
     for turn in turns:
         task, on_token = _watch(bars, f"dense {turn.name}", max_tokens)
         turn.dense = ask(client, turn.prompt, max_tokens, on_token)
         bars.remove_task(task)
     judged = turns[0]
-    assert judged.dense is not None
     judged.choices = follow(
         judged.answer,
-        judged.dense,
-        lambda begun, tokens: ask(client, judged.prompt, tokens, lambda done: None, begun),
+        end,
+        lambda begun, tokens: ask(client, judged.prompt, tokens, lambda done: None, begun=begun, past_end=True),
     )
 
 
@@ -513,9 +546,9 @@ def run(options: argparse.Namespace, screen: Screen) -> int:
         screen.say(f"\n$ {_shown(commands['dense'])}", "bold")
         dense_variables["HF_HUB_OFFLINE"] = "1"
         with _server(commands["dense"], options.output / "demo-dense.log", dense_variables, bars) as url:
-            answer_densely(url, turns, options.max_tokens, bars)
+            answer_densely(url, turns, options.max_tokens, end_of_answer(model), bars)
     assert turns[0].choices is not None
-    verdict = judge(turns[0].answer, turns[0].choices, sum(turn.pages.invalid for turn in turns))
+    verdict = judge(turns[0].choices, sum(turn.pages.invalid for turn in turns))
 
     facts = {
         "versions": {name: version(name) for name in ("sglang", "torch", "transformers", "openai")}

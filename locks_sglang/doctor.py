@@ -88,7 +88,7 @@ def _gpus() -> list[str]:
     """One line a GPU, from nvidia-smi or, where that is missing, from the driver's files."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap,driver_version", "--format=csv,noheader"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        listing = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=30, check=True).stdout
         return [line.strip() for line in listing.splitlines() if line.strip()]
     except (OSError, subprocess.SubprocessError):
         pass

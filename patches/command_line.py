@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ..config import NAMES, LocksConfig, flag_name, nearest, store_flag
+from ..config import NAMES, LocksConfig, flag_name, forget_flags, nearest, store_flag
 from ..seams import Seam
 
 _DEST = "locks_"
@@ -26,6 +26,7 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
     if any(action.dest == _DEST + "config" for action in parser._actions):
         return
     parser.error = _hinting(parser.error)  # type: ignore[assignment,method-assign]
+    parser.parse_known_args = _afresh(parser.parse_known_args)  # type: ignore[method-assign]
     group = parser.add_argument_group("locks", "settings of --attention-backend locks")
     for spec in dataclasses.fields(LocksConfig):
         text = f"{spec.metadata['help']}; {spec.metadata['allowed']} (default {spec.default})"
@@ -35,6 +36,16 @@ def add_flags(result: None, parser: argparse.ArgumentParser) -> None:
 
 def _add(group: Any, name: str, text: str) -> None:
     group.add_argument(flag_name(name), action=_StoreFlag, dest=_DEST + name, default=argparse.SUPPRESS, help=text)
+
+
+def _afresh(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """argparse's parsing, which first forgets the flags of an earlier command line."""
+
+    def parse_afresh(*args: Any, **kwargs: Any) -> Any:
+        forget_flags()
+        return parse(*args, **kwargs)
+
+    return parse_afresh
 
 
 def _hinting(error: Callable[[str], NoReturn]) -> Callable[[str], NoReturn]:

@@ -16,6 +16,19 @@ hypothesis.settings.load_profile("locks")
 torch.set_num_threads(1)
 
 
+# Triton decides at import whether a kernel is compiled or interpreted, so interpreted kernels are tested in a run of their own.
+KERNELS = "test_kernels.py"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under TRITON_INTERPRET=1 the tests of kernels and nothing else; without it everything that this machine can run."""
+    if collection_path.is_dir():
+        return None
+    kernels = collection_path.name == KERNELS
+    left_out = not kernels if os.environ.get("TRITON_INTERPRET") == "1" else kernels and not torch.cuda.is_available()
+    return left_out or None
+
+
 @pytest.fixture(scope="session")
 def model_path() -> str:
     """Folder of SmolLM2-135M-Instruct: TEST_MODEL_PATH, or fetched once into build/models."""

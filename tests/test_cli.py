@@ -52,6 +52,13 @@ def test_commands_have_a_main(command: str) -> None:
     assert "\ndef main(" in file.read_text()
 
 
+def test_demo_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delitem(sys.modules, "locks_sglang.demo", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["demo", "--help"]) == 2
+    assert "locks-sglang demo needs the package rich" in capsys.readouterr().err
+
+
 def test_command_line_needs_the_standard_library_alone() -> None:
     """So that `doctor` runs where nothing else does."""
     code = (

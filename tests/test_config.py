@@ -1,5 +1,6 @@
 """Settings: every source, their precedence, every bad value, and SGLang's own command line."""
 
+import argparse
 import dataclasses
 import json
 import multiprocessing
@@ -17,6 +18,7 @@ from starts import Start, clean_environment, model_folder, start_all
 
 from locks_sglang import ConfigError, LocksConfig, configure
 from locks_sglang.config import COMBINES, DENSE_BACKENDS, FLAGS_VARIABLE, NAMES, TAIL_CORRECTIONS, load_config
+from locks_sglang.patches.command_line import add_flags
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(LocksConfig)}
 NUMBERS = ("rank", "budget_tokens", "sink_pages", "recent_pages", "min_context_tokens")
@@ -80,7 +82,7 @@ def test_bad_file_variable(value: str) -> None:
     assert ("cannot be read" if value.endswith(".toml") else "must end in .toml or .json") in message
 
 
-@pytest.mark.parametrize("value", ["abc", "-1", "", "[]"])
+@pytest.mark.parametrize("value", ["abc", "-1", "", "[]", '{"speed": 3}'])
 def test_internal_variable_is_not_for_users(value: str) -> None:
     assert f"{FLAGS_VARIABLE} is written by locks itself" in refused({FLAGS_VARIABLE: value})
 
@@ -129,7 +131,9 @@ def test_misspelt_choice_names_the_nearest() -> None:
 
 
 def test_budget_names_the_nearest_valid_value() -> None:
-    assert "nearest valid value 512" in refused({"LOCKS_BUDGET_TOKENS": "520"})
+    assert "nearest valid value 512" in refused({"LOCKS_BUDGET_TOKENS": "519"})
+    assert "nearest valid value 528" in refused({"LOCKS_BUDGET_TOKENS": "527"})
+    assert "nearest valid value 2048" in refused({"LOCKS_BUDGET_TOKENS": "2047"})
     assert "nearest valid value 48" in refused({"LOCKS_BUDGET_TOKENS": "3"})
 
 
@@ -283,6 +287,7 @@ def test_bad_value_in_file(write: Write, data: dict[str, Any], expected: str) ->
         ("a.toml", "rank = ", "not valid TOML"),
         ("a.json", "{rank: 4}", "not valid JSON"),
         ("a.json", "", "not valid JSON"),
+        ("a.json", "[" * 100_000, "not valid JSON"),
         ("a.json", "[4]", "must hold a table"),
         ("a.json", '{"locks": 4}', "must hold a table"),
         ("a.yaml", "rank: 4", "must end in .toml or .json"),
@@ -396,6 +401,24 @@ def test_spawned_process_has_the_same_digest(monkeypatch: pytest.MonkeyPatch, tm
         digest, sources = pool.apply(_digest_here, (0,))
     assert digest == LocksConfig(rank=4, budget_tokens=512, sink_pages=2).digest
     assert sources == dict(load_config().sources)
+
+
+def test_a_further_command_line_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags of an earlier one are gone, and what they covered is back."""
+    monkeypatch.setenv(FLAGS_VARIABLE, "{}")
+    configure(rank=4, sink_pages=2)
+
+    def parse(*words: str) -> LocksConfig:
+        parser = argparse.ArgumentParser()
+        add_flags(None, parser)
+        parser.parse_args(words)
+        return load_config().config
+
+    first = parse("--locks-rank", "2", "--locks-budget-tokens", "512")
+    assert (first.rank, first.budget_tokens, first.sink_pages) == (2, 512, 2)
+    again = parse()
+    assert (again.rank, again.budget_tokens, again.sink_pages) == (4, 2048, 2)
+    assert parse("--locks-sink-pages", "3").sink_pages == 3
 
 
 # --- SGLang's command line --------------------------------------------------------------------------------------------

@@ -214,5 +214,7 @@ def test_gpus_are_listed(bare: Callable[[dict[str, str]], Run], tmp_path: Path) 
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 9.0, 570.1'\necho 'NVIDIA H200, 143771 MiB, 9.0, 570.1'\n")
     tool.chmod(0o755)
     assert bare({"PATH": f"{tmp_path}:/bin"}).stdout.count("NVIDIA H200, 143771 MiB, 9.0, 570.1") == 2
+    tool.write_text("#!/bin/sh\nprintf 'NVIDIA \\377 H200, 9.0\\n'\n")
+    assert "H200, 9.0" in bare({"PATH": f"{tmp_path}:/bin"}).stdout
     tool.write_text("#!/bin/sh\necho 'driver lost' >&2\nexit 9\n")
     assert bare({"PATH": f"{tmp_path}:/bin"}).stderr == ""

@@ -100,6 +100,23 @@ def test_no_radix_cache(model_path: str) -> None:
         worker.close()
 
 
+@pytest.mark.one_version
+@pytest.mark.parametrize("page_size", [32, 128, 256])
+def test_page_sizes(model_path: str, page_size: int) -> None:
+    worker = Worker(
+        model_path,
+        {"LOCKS_BUDGET_TOKENS": "512"},
+        attention_backend="locks",
+        page_size=page_size,
+        max_total_tokens=5120,
+        chunked_prefill_size=512,
+    )
+    try:
+        worker.call(scenarios.page_size_keeps_reuse)
+    finally:
+        worker.close()
+
+
 @pytest.fixture(scope="module")
 def dense_tokens(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[list[int]]]:
     """Greedy tokens of SGLang's own torch_native backend, prompts one by one and in one batch."""

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from locks_sglang.demo import ask
+from locks_sglang.demo import ask, end_of_answer
 from locks_sglang.serving import serving
 
 pytestmark = pytest.mark.server
@@ -75,10 +75,16 @@ def test_launchers_serve_multi_turn_chat(launcher: str, model_path: str, tmp_pat
         assert usages[0][1] == 0
         assert usages[1][1] >= usages[0][0] // 16 * 16
         # The demo's judge has an answer continued from where it stands.
-        whole = ask(client, messages[:1], 24, lambda done: None)
-        rest = ask(client, messages[:1], 12, lambda done: None, "".join(whole.tokens[:12]))
+        whole = ask(client, messages[:1], 60, lambda done: None, past_end=True)
+        assert len(whole.tokens) == 60
+        assert not whole.ended
+        rest = ask(client, messages[:1], 12, lambda done: None, begun="".join(whole.tokens[:12]))
         assert rest.prompt_tokens == whole.prompt_tokens + 12
-        assert rest.tokens == whole.tokens[12:]
+        assert rest.tokens == whole.tokens[12:24]
+        short = ask(client, [{"role": "user", "content": "Say yes."}], 200, lambda done: None)
+        assert short.ended
+        beyond = ask(client, [{"role": "user", "content": "Say yes."}], len(short.tokens) + 1, lambda done: None, past_end=True)
+        assert beyond.tokens == [*short.tokens, end_of_answer(Path(model_path))]
         info = server_info(url)
         assert info["internal_states"][0]["locks"]["counters"]["pages_read"] > 0
     text = log.read_text()

@@ -187,6 +187,12 @@ def mla_pool() -> MLATokenToKVPool:
     return MLATokenToKVPool(64, 16, torch.bfloat16, 512, 64, 1, "cpu", False)
 
 
+def with_window_pool(folder: Path) -> Any:
+    made = runner(folder)
+    made.model_config.is_hybrid_swa = True
+    return made
+
+
 def with_sinks(folder: Path) -> Any:
     made = runner(folder)
     made.model.attention1.sinks = torch.nn.Parameter(torch.zeros(4))
@@ -217,6 +223,7 @@ MODELS: list[tuple[str, str, Callable[[Path], Any]]] = [
         lambda at: runner(at, architectures=["FalconH1ForCausalLM"], model_type="falcon_h1"),
     ),
     ("sliding-window attention", "window of 128", lambda at: runner(at, **GPT_OSS)),
+    ("sliding-window attention", "hybrid window pool", with_window_pool),
     ("sliding-window attention", "window of 8192", lambda at: runner(at, **LLAMA4)),
     (
         "sliding-window attention",
@@ -273,7 +280,7 @@ LAYERS = [
     (ENCODER, {"attn_type": AttentionType.ENCODER_ONLY}, "encoder_only"),
     (ENCODER, {"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "decoder_bidirectional"),
     ("this attention variant", {"pos_encoding_mode": "ALIBI"}, "position encoding ALIBI"),
-    ("this attention variant", {"logit_cap": 30.0, "logit_capping_method": "abs"}, "logit capping abs"),
+    ("a logit soft cap", {"logit_cap": 30.0}, "cap of 30.0"),
 ]
 
 
@@ -314,7 +321,7 @@ def test_accepted_models(tmp_path: Path, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 6, 7, 16])
 def test_accepted_layers(head_dim: int, group: int) -> None:
-    check_layer(layer(2 * group, head_dim, logit_cap=30.0), None)
+    check_layer(layer(2 * group, head_dim), None)
 
 
 def assigned(source: str, owner: str) -> set[str]:

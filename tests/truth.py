@@ -253,15 +253,12 @@ def decode_record(
         for j in range(dim // 2):
             basis[..., j, column] = nibbles[..., column, j] % 16 - 8.0
             basis[..., j + dim // 2, column] = nibbles[..., column, j] // 16 - 8.0
-    scales = {"basis": bf16(rank)}
-    coef = int8(PAGE * rank).reshape(*data.shape[:2], PAGE, rank)
-    scales["coef"] = bf16(PAGE)
+    coef = int8(PAGE * rank).reshape(*data.shape[:2], rank, PAGE).swapaxes(-1, -2)
     mean = int8(dim)
-    scales["mean"] = bf16(1)
+    values = int8(v_dim) if value_mean else None
+    scales = {"basis": bf16(rank), "coef": bf16(PAGE), "mean": bf16(1)}
     mu = mean * scales["mean"] + f64(center)
-    values = None
-    if value_mean:
-        values = int8(v_dim)
+    if values is not None:
         scales["value_mean"] = bf16(1)
         values = values * scales["value_mean"]
     assert not data[..., at:].any(), "padding is not zero"

@@ -5,11 +5,13 @@ from dataclasses import replace
 import torch
 
 from ..common import FLOAT_DTYPES, PAGE_SIZE, require
+from ..common.capability import runs_kernels
+from .kernel import build
 from .record import PageFactors, RecordLayout, pack, unpack
 from .reference import page_factors
 from .summaries import PageSummaries
 
-__all__ = ["PageFactors", "PageSummaries", "RecordLayout", "build_page_summaries", "pack", "page_factors", "unpack"]
+__all__ = ["PageFactors", "PageSummaries", "RecordLayout", "build", "build_page_summaries", "pack", "page_factors", "unpack"]
 
 
 def build_page_summaries(
@@ -53,8 +55,15 @@ def build_page_summaries(
         f"center must be fp32 [H={heads}, D={dim}] on {k.device}, got {center.dtype} {list(center.shape)} on {center.device}",
     )
     layout = RecordLayout(dim, v.shape[3], rank, value_mean)
+    pages = k.shape[0]
+    if quantize and runs_kernels(k, dim, v.shape[3], 1):
+        record = torch.zeros(pages, heads, layout.record_bytes, dtype=torch.uint8, device=k.device)
+        valid = torch.zeros(pages, dtype=torch.bool, device=k.device)
+        slots = k.reshape(-1, heads, dim).contiguous(), v.reshape(-1, heads, v.shape[3]).contiguous()
+        build(*slots, torch.arange(pages, device=k.device), center.contiguous(), record, valid, layout)
+        return PageSummaries(layout, valid, center, record=record)
     factors = page_factors(k, v, rank, center)
-    valid = torch.ones(k.shape[0], dtype=torch.bool, device=k.device)
+    valid = torch.ones(pages, dtype=torch.bool, device=k.device)
     if quantize:
         return PageSummaries(layout, valid, center, record=pack(factors, layout))
     return PageSummaries(layout, valid, center, factors=factors if value_mean else replace(factors, value_mean=None))

@@ -4,13 +4,15 @@ One record describes one (page, KV head). Sections follow each other without gap
 that a GPU reads it in whole sectors:
 
     basis        uint8 [R, D/2]   int4, offset binary (value + 8); byte j of a column holds dims j (low) and j + D/2 (high)
-    basis scale  bf16  [R]        one a column
-    coef         int8  [P, R]
-    coef scale   bf16  [P]        one a token
+    coef         int8  [R, P]
     mean         int8  [D]        key mean less the layer's centre
-    mean scale   bf16  [1]
     value mean   int8  [Dv]       only with `value_mean`
+    basis scale  bf16  [R]        one a column
+    coef scale   bf16  [P]        one a token
+    mean scale   bf16  [1]
     value scale  bf16  [1]        only with `value_mean`
+
+The scales come last, so that at the usual head dimensions every long section starts on 16 bytes.
 """
 
 from dataclasses import dataclass
@@ -54,16 +56,12 @@ class RecordLayout:
     @cached_property
     def sections(self) -> dict[str, tuple[int, int]]:
         """Offset and length in bytes of every section, in order."""
-        sizes = {
-            "basis": self.rank * self.head_dim // 2,
-            "basis_scale": 2 * self.rank,
-            "coef": PAGE_SIZE * self.rank,
-            "coef_scale": 2 * PAGE_SIZE,
-            "mean": self.head_dim,
-            "mean_scale": 2,
-        }
+        sizes = {"basis": self.rank * self.head_dim // 2, "coef": PAGE_SIZE * self.rank, "mean": self.head_dim}
         if self.value_mean:
-            sizes |= {"value_mean": self.v_head_dim, "value_scale": 2}
+            sizes["value_mean"] = self.v_head_dim
+        sizes |= {"basis_scale": 2 * self.rank, "coef_scale": 2 * PAGE_SIZE, "mean_scale": 2}
+        if self.value_mean:
+            sizes["value_scale"] = 2
         offsets, at = {}, 0
         for name, size in sizes.items():
             offsets[name] = (at, size)
@@ -75,6 +73,13 @@ class RecordLayout:
         """Bytes of one record, padding included."""
         used = sum(size for _, size in self.sections.values())
         return -(-used // ALIGNMENT) * ALIGNMENT
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled with: sizes, and byte offsets of the sections; -1 for the value mean that is not there."""
+        offsets = {name.upper(): offset for name, (offset, _) in self.sections.items()}
+        value = {"VALUE": offsets.pop("VALUE_MEAN", -1), "VALUE_SCALE": offsets.pop("VALUE_SCALE", -1)}
+        return offsets | value | {"RECORD": self.record_bytes, "D": self.head_dim, "DV": self.v_head_dim, "R": self.rank}
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
     parts = {
         "basis": (nibbles[..., :half] | (nibbles[..., half:] << 4)).flatten(-2),
         "basis_scale": _bytes_of(basis_scale),
-        "coef": _bytes_of(coef.to(torch.int8)).flatten(-2),
+        "coef": _bytes_of(coef.to(torch.int8).transpose(-1, -2)).flatten(-2),
         "coef_scale": _bytes_of(coef_scale),
         "mean": _bytes_of(mean.to(torch.int8)),
         "mean_scale": _bytes_of(mean_scale.unsqueeze(-1)),
@@ -153,7 +158,7 @@ def unpack(record: torch.Tensor, layout: RecordLayout) -> PageFactors:
     packed = section("basis").view(*lead, layout.rank, layout.head_dim // 2)
     columns = torch.cat((packed & 15, packed >> 4), -1).float() - 8.0
     basis = (columns * bf16("basis_scale").unsqueeze(-1)).transpose(-1, -2)
-    coef = int8("coef").view(*lead, PAGE_SIZE, layout.rank) * bf16("coef_scale").unsqueeze(-1)
+    coef = int8("coef").view(*lead, layout.rank, PAGE_SIZE).transpose(-1, -2) * bf16("coef_scale").unsqueeze(-1)
     mean = int8("mean") * bf16("mean_scale")
     value_mean = int8("value_mean") * bf16("value_scale") if layout.value_mean else None
     return PageFactors(mean, basis, coef, value_mean)

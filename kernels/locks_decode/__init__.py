@@ -6,6 +6,8 @@ import torch
 
 from ..build_page_summaries import PageSummaries
 from ..common import check_attention_args, require
+from ..common.capability import runs_kernels
+from .kernel import step_on_kernels
 from .reference import DecodeStep, merge_tail, step
 
 TAIL_CORRECTIONS = ("qmu", "flat", "off")
@@ -60,7 +62,9 @@ def locks_decode_step(
         config.tail_correction == "off" or s.layout.v_head_dim == v_cache.shape[2],
         f"the summaries hold value means of Dv={s.layout.v_head_dim} but v_cache has Dv={v_cache.shape[2]}",
     )
-    return step(
+    group = q.shape[1] // k_cache.shape[1]
+    fits = s.record is not None and page_table.shape[1] > 0 and runs_kernels(q, q.shape[2], v_cache.shape[2], group)
+    return (step_on_kernels if fits else step)(
         q,
         k_cache,
         v_cache,

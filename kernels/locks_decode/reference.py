@@ -12,7 +12,8 @@ from ..sparse_decode import attend
 
 
 class DecodeStep(NamedTuple):
-    """Output fp32 [B, Hq, Dv] of a step, and what it chose: pages int32 [B, H, S], counts int32 [B], scores."""
+    """Output [B, Hq, Dv] of a step (fp32 from the reference), and what it chose: pages int32 [B, H, S], counts int32 [B],
+    scores."""
 
     out: torch.Tensor
     pages: torch.Tensor

@@ -4,10 +4,12 @@ import torch
 
 from ..build_page_summaries import PageSummaries
 from ..common import CACHE_DTYPES, check_page_table, require
+from ..common.capability import runs_kernels
 from .exact import exact_page_lse
+from .kernel import Scan, scan
 from .reference import PageScores, page_scores
 
-__all__ = ["PageScores", "exact_page_lse", "page_lse", "page_scores"]
+__all__ = ["PageScores", "Scan", "exact_page_lse", "page_lse", "page_scores", "scan"]
 
 
 def page_lse(
@@ -41,6 +43,10 @@ def page_lse(
     _check(q, s, page_table, num_pages, logit_cap)
     if seq_lens is not None:
         check_page_table(page_table, seq_lens, q.shape[0], "seq_lens")
+    if s.record is not None and runs_kernels(q, s.layout.head_dim, s.layout.v_head_dim, q.shape[1] // s.num_kv_heads):
+        lse = scan(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail="off").lse
+        unlisted = torch.arange(lse.shape[2], device=lse.device) >= num_pages[:, None, None]
+        return lse.masked_fill_(unlisted, -torch.inf)
     return page_scores(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap).lse
 
 

@@ -35,7 +35,8 @@ def page_scores(
 ) -> PageScores:
     """Scan the summaries of every listed page; arguments as `page_lse`, `tail` one of "off", "qmu", "flat".
 
-    "qmu":  w = P exp(scale q.mu), the mass if every key of the page were its mean (a lower bound, by Jensen).
+    "qmu":  w = P exp(scale q.mu), the mass if every key of the page were its mean; without a soft cap a lower
+            bound, by Jensen.
     "flat": w = exp(lse) flat^0.5 with flat = mean_t e^logit / max_t e^logit: pages whose mass sits on few tokens, for
             which the value mean says little, count less.
     """

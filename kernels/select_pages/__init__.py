@@ -3,11 +3,11 @@
 import torch
 
 from ..common import ArgumentError, require
+from ..common.capability import LARGEST_GROUP, on_kernels
+from .kernel import COMBINES, top_pages
 from .reference import select
 
-COMBINES = ("mass", "peak", "max")
-
-__all__ = ["COMBINES", "select_pages"]
+__all__ = ["COMBINES", "select_pages", "top_pages"]
 
 
 def select_pages(
@@ -56,4 +56,9 @@ def select_pages(
         f"budget_pages must be at least sink + recent + 1 = {least}, got {budget_pages}; raise the budget or keep fewer pages",
     )
     require(combine in COMBINES, f"combine must be one of {', '.join(COMBINES)}, got {combine!r}")
+    if lse.dtype == torch.float32 and lse.shape[2] > 0 and on_kernels(lse) and lse.shape[1] // num_kv_heads <= LARGEST_GROUP:
+        held = num_pages.clamp(0, lse.shape[2])
+        listed = torch.arange(lse.shape[2], device=lse.device) < held[:, None, None]
+        masked = torch.where(listed, lse, -torch.inf).contiguous()
+        return top_pages(masked, None, held, budget_pages, sink_pages, recent_pages, num_kv_heads, combine)
     return select(lse, num_pages, budget_pages, sink_pages, recent_pages, num_kv_heads, combine)

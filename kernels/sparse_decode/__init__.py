@@ -3,9 +3,12 @@
 import torch
 
 from ..common import PAGE_SIZE, check_attention_args, require
+from ..common.capability import runs_kernels
+from .kernel import attend_parts
+from .merge import Tail, merge_parts
 from .reference import attend
 
-__all__ = ["attend", "dense_decode", "sparse_decode"]
+__all__ = ["Tail", "attend", "attend_parts", "dense_decode", "merge_parts", "sparse_decode"]
 
 
 def sparse_decode(
@@ -53,20 +56,25 @@ def sparse_decode(
         counts.shape == (batch,) and counts.dtype in (torch.int32, torch.int64),
         f"counts must be int32 or int64 [B={batch}], got {counts.dtype} {list(counts.shape)}",
     )
-    out, lse = attend(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        pages,
-        counts,
-        seq_lens,
-        sm_scale,
-        logit_cap=logit_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    out = out.to(q.dtype)
+    if runs_kernels(q, q.shape[2], v_cache.shape[2], q.shape[1] // kv_heads):
+        parts = attend_parts(q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale, logit_cap=logit_cap)
+        out = torch.empty(batch, q.shape[1], v_cache.shape[2], dtype=q.dtype, device=q.device)
+        lse = merge_parts(parts, out, v_scale)
+    else:
+        wide, lse = attend(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            pages,
+            counts,
+            seq_lens,
+            sm_scale,
+            logit_cap=logit_cap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        out = wide.to(q.dtype)
     return (out, lse) if return_lse else out
 
 

@@ -1,0 +1,26 @@
+"""Which inputs the Triton kernels take; everything else runs the torch reference, on whatever device it lies."""
+
+import torch
+import triton
+
+COMPUTE_CAPABILITY = (9, 0)
+"""Least compute capability that the kernels are compiled and tested for."""
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (64, 96, 128, 256)
+LARGEST_GROUP = 16
+
+
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether `x` lies on a device that the kernels run on.
+
+    Triton's interpreter, which tests switch on for a whole process, runs the same kernels on CPU tensors.
+    """
+    if x.is_cuda:
+        return torch.cuda.get_device_capability(x.device) >= COMPUTE_CAPABILITY
+    return bool(triton.knobs.runtime.interpret)
+
+
+def runs_kernels(q: torch.Tensor, head_dim: int, v_head_dim: int, group: int) -> bool:
+    """Whether the kernels take queries (or, for a build, keys) like `q` at these sizes."""
+    fits = q.dtype in QUERY_DTYPES and group <= LARGEST_GROUP and {head_dim, v_head_dim} <= set(HEAD_DIMS)
+    return fits and on_kernels(q)

@@ -1,0 +1,40 @@
+"""One whole decode step on Triton kernels: scan, select, attend, merge. Nothing waits for the device."""
+
+import torch
+
+from ..build_page_summaries import PageSummaries
+from ..common import PAGE_SIZE
+from ..page_lse import PageScores, scan
+from ..select_pages import top_pages
+from ..sparse_decode import Tail, attend_parts, merge_parts
+from .reference import DecodeStep
+
+
+def step_on_kernels(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    s: PageSummaries,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    *,
+    budget_pages: int,
+    sink_pages: int,
+    recent_pages: int,
+    combine: str,
+    tail_correction: str,
+    logit_cap: float,
+    k_scale: float,
+    v_scale: float,
+) -> DecodeStep:
+    """As `reference.step`, on packed summaries; the output is in q's dtype."""
+    num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).to(torch.int32)
+    scores = scan(q, s, page_table, num_pages, sm_scale * k_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction)
+    parts = scores.peak, scores.total
+    pages, counts = top_pages(scores.lse, parts, num_pages, budget_pages, sink_pages, recent_pages, s.num_kv_heads, combine)
+    attended = attend_parts(q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale, logit_cap=logit_cap)
+    out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
+    tailed = tail_correction != "off"
+    merge_parts(attended, out, v_scale, Tail(scores, s, page_table, num_pages, pages, counts) if tailed else None)
+    return DecodeStep(out, pages, counts, PageScores(scores.lse, scores.weight if tailed else None, None))

@@ -1,0 +1,134 @@
+"""Every Triton kernel compiled for an H200 without one, as its launcher asks for it: registers are printed, spills fail."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from locks_sglang.kernels.build_page_summaries import PageSummaries, RecordLayout
+from locks_sglang.kernels.build_page_summaries import kernel as build
+from locks_sglang.kernels.page_lse import kernel as scan
+from locks_sglang.kernels.select_pages import kernel as select
+from locks_sglang.kernels.sparse_decode import Tail, merge
+from locks_sglang.kernels.sparse_decode import kernel as attend
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.uint32: "*u32",
+    torch.int64: "*i64",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Recorder:
+    """Stands where a kernel would be launched and keeps the arguments."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.calls.append((args, kwargs))
+
+
+def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compile one launch for sm_90."""
+    signature, constants, attributes = {}, {}, {}
+    for at, (name, value) in enumerate((dict(zip(kernel.arg_names, args, strict=False)) | kwargs).items()):
+        if name in OPTIONS:
+            continue
+        if name in kwargs:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if not isinstance(value, float) and value % 16 == 0:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=HOPPER, options={name: kwargs[name] for name in OPTIONS if name in kwargs})
+
+
+def resources(ptx: str, folder: Path) -> tuple[int, int]:
+    """Registers of a kernel, and bytes that it spills, as the assembler that Triton brings tells them."""
+    file = folder / "kernel.ptx"
+    file.write_text(ptx)
+    command = [PTXAS, "-v", "--gpu-name", "sm_90a", file, "-o", folder / "kernel.cubin"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    registers = re.search(r"Used (\d+) registers", text)
+    assert spilled, text
+    assert registers, text
+    return int(registers[1]), int(spilled[1]) + int(spilled[2])
+
+
+def launch_build(dim: int, rank: int, dtype: torch.dtype) -> None:
+    cache, layout = torch.zeros(32, 8, dim, dtype=dtype), RecordLayout(dim, dim, rank)
+    record = torch.zeros(2, 8, layout.record_bytes, dtype=torch.uint8)
+    build.build(cache, cache, torch.arange(2), torch.zeros(8, dim), record, torch.zeros(2, dtype=torch.bool), layout)
+
+
+def launch_step(dim: int, rank: int, group: int, dtype: torch.dtype, tail: str, combine: str, cap: float) -> None:
+    """Scan, select, attend and merge of eight requests."""
+    layout = RecordLayout(dim, dim, rank)
+    record = torch.zeros(2, 8, layout.record_bytes, dtype=torch.uint8)
+    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(8, dim), record=record)
+    q, cache = torch.zeros(8, 8 * group, dim, dtype=dtype), torch.zeros(32, 8, dim, dtype=dtype)
+    table, held, lens = torch.zeros(8, 160, dtype=torch.int32), torch.ones(8, dtype=torch.int32), torch.ones(8).long()
+    scores = scan.scan(q, s, table, held, 0.1, seq_lens=lens, logit_cap=cap, tail=tail)
+    parts = scores.peak, scores.total
+    pages, counts = select.top_pages(scores.lse, parts, held, 128, 1, 1, 8, combine)
+    attended = attend.attend_parts(q, cache, cache, table, pages, counts, lens, 0.1, logit_cap=cap)
+    estimate = None if tail == "off" else Tail(scores, s, table, held, pages, counts)
+    merge.merge_parts(attended, torch.zeros_like(q), 1.0, estimate)
+
+
+VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    **{f"build D={dim} R={rank}": (launch_build, (dim, rank, torch.bfloat16)) for dim, rank in ((64, 8), (128, 8), (256, 15))},
+    "step D=64 G=3": (launch_step, (64, 8, 3, torch.bfloat16, "qmu", "mass", 0.0)),
+    "step D=96 G=7": (launch_step, (96, 4, 7, torch.float16, "off", "peak", 0.0)),
+    "step D=128 G=4": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0)),
+    "step D=128 G=16 capped": (launch_step, (128, 15, 16, torch.bfloat16, "flat", "max", 30.0)),
+    "step D=256 G=8": (launch_step, (256, 8, 8, torch.bfloat16, "qmu", "mass", 0.0)),
+}
+KERNELS = {
+    "_build_pages": build,
+    "_scan_pages": scan,
+    "_page_keys": select,
+    "_top_pages": select,
+    "_attend_pages": attend,
+    "_merge_parts": merge,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_register_spills(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorders = {name: Recorder(getattr(module, name)) for name, module in KERNELS.items()}
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, name, recorders[name])
+    launch, arguments = VARIANTS[variant]
+    launch(*arguments)
+    found = {}
+    for name, recorder in recorders.items():
+        for args, kwargs in recorder.calls:
+            found[name] = resources(compiled(recorder.kernel, args, kwargs).asm["ptx"], tmp_path)
+    with capsys.disabled():
+        print(f"\n{variant}: " + ", ".join(f"{name} {registers}" for name, (registers, _) in found.items()), end=" ")
+    assert len(found) == (1 if launch is launch_build else 5)
+    assert {name: spilled for name, (_, spilled) in found.items() if spilled} == {}

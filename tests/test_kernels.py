@@ -1,0 +1,338 @@
+"""Every Triton kernel, through the public operations, against fp64 truth.
+
+`make test` runs this file under Triton's interpreter, on CPU tensors and in a process of its own (`TRITON_INTERPRET=1 pytest`):
+Triton decides at import. On a machine with a GPU `pytest tests/test_kernels.py` runs the compiled kernels.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import truth
+from truth import (
+    PAGE,
+    Factors,
+    Paged,
+    assert_close,
+    assert_selection,
+    cover,
+    f64,
+    generator,
+    listed_pages,
+    logit_size,
+    output_size,
+)
+
+from locks_sglang import LocksConfig
+from locks_sglang.kernels.build_page_summaries import PageSummaries, RecordLayout, build, pack, page_factors, unpack
+from locks_sglang.kernels.common.capability import runs_kernels
+from locks_sglang.kernels.locks_decode import locks_decode_step
+from locks_sglang.kernels.page_lse import kernel as scan_kernel
+from locks_sglang.kernels.page_lse import scan
+from locks_sglang.kernels.select_pages import kernel as select_kernel
+from locks_sglang.kernels.sparse_decode import kernel as attend_kernel
+from locks_sglang.kernels.sparse_decode import merge as merge_kernel
+from locks_sglang.ops import build_page_summaries, page_lse, select_pages, sparse_decode
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# The interpreter multiplies bf16 matrices as if they were integers.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+LENGTHS = (1, 15, 16, 17, 0, 33, 1000)
+"""Around page edges, none at all, and one that is spread over several items."""
+SHAPES = cover(
+    dim=(64, 96, 128, 256), group=(1, 3, 4, 7, 8, 16), rank=(2, 4, 8, 15), tail=("qmu", "flat", "off"), cap=(0.0, 15.0)
+)
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """Memory that nobody wrote, as bad as it can be."""
+    return x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces() -> Iterator[None]:
+    """Few pages an item and few keys a block, so that small inputs take every path; few programs, which is faster here.
+
+    Results and workspaces start as NaN.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (scan_kernel, select_kernel, merge_kernel):
+            patch.setattr(module, "TARGET", 5)
+        patch.setattr(select_kernel, "WIDTH", 32)
+        empty, empty_like = torch.empty, torch.empty_like
+        patch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
+        patch.setattr(torch, "empty_like", lambda *args, **kwargs: poisoned(empty_like(*args, **kwargs)))
+        patch.setattr(attend_kernel, "PROGRAMS", 24)
+        yield
+
+
+def make_paged(*args: Any, **kwargs: Any) -> Paged:
+    """`truth.make_paged` on the device under test."""
+    return Paged(*(x.to(DEVICE) for x in truth.make_paged(*args, **kwargs)))
+
+
+def quantised(kv: Paged, rank: int, *, value_mean: bool = True) -> PageSummaries:
+    """Packed summaries by the reference, around a centre; pages that are not whole hold NaN and so a NaN record."""
+    keys, values = kv.pages
+    dim = keys.shape[3]
+    layout = RecordLayout(dim, values.shape[3], rank, value_mean)
+    center = keys.nan_to_num().float().mean((0, 1))
+    record = pack(page_factors(keys, values, rank, center), layout)
+    return PageSummaries(layout, torch.ones(len(keys), dtype=torch.bool, device=DEVICE), center, record=record)
+
+
+def factors_of(s: PageSummaries) -> Factors:
+    return Factors(f64(s.mu), f64(s.basis), f64(s.coef), f64(s.value_mean) if s.layout.value_mean else None)
+
+
+def listed(x: torch.Tensor, kv: Paged) -> torch.Tensor:
+    """Scores [B, Hq, Nmax] with -inf past the pages of each request, where a scan writes nothing."""
+    return x.masked_fill(torch.arange(x.shape[2], device=x.device) >= kv.num_pages[:, None, None], -torch.inf)
+
+
+def queries(kv: Paged, group: int, gen: torch.Generator) -> torch.Tensor:
+    """Queries fp32 [B, Hq, D] that leave many tokens a share of the attention."""
+    heads, dim = kv.k_cache.shape[1:]
+    norms = kv.k_cache.float().norm(dim=-1)
+    q = torch.randn(len(kv.seq_lens), heads * group, dim, generator=gen).to(DEVICE)
+    return q * dim**0.5 / norms[norms.isfinite()].mean()
+
+
+# --- build ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "rank", "dtype"),
+    [
+        ("rope", 64, 8, torch.float32),
+        ("random", 128, 8, torch.float16),
+        ("spike", 96, 4, torch.float32),
+        ("low_rank", 256, 8, torch.float32),
+        ("random", 64, 15, torch.float32),
+        ("rope", 64, 2, torch.bfloat16),
+        ("rope", 64, 1, torch.float32),
+    ],
+)
+def test_build(kind: str, dim: int, rank: int, dtype: torch.dtype) -> None:
+    """Records by the kernel are the reference's, in place, for the listed pages alone, from a strided cache."""
+    gen = generator(dim + rank)
+    kv = make_paged(kind, [48], 2, dim, gen, dtype=dtype)
+    wide_k, wide_v = torch.full((2, len(kv.k_cache), 4, dim), torch.nan, dtype=dtype, device=DEVICE)
+    k_cache, v_cache = wide_k[:, 1:3], wide_v[:, ::2]
+    k_cache.copy_(kv.k_cache)
+    v_cache.copy_(kv.v_cache)
+    pages = torch.tensor([*kv.page_table[0, :3].tolist(), -1], device=DEVICE)
+    layout = RecordLayout(dim, dim, rank)
+    center = kv.pages[0].nan_to_num().float().mean((0, 1))
+    record = torch.full((5, 2, layout.record_bytes), 77, dtype=torch.uint8, device=DEVICE)
+    record[pages[:3]] = 0
+    valid = torch.zeros(5, dtype=torch.bool, device=DEVICE)
+    build(k_cache, v_cache, pages, center, record, valid, layout)
+
+    mine = pages[:3]
+    assert valid.nonzero().flatten().tolist() == sorted(mine.tolist())
+    others = [page for page in range(5) if page not in mine.tolist()]
+    assert (record[others] == 77).all()
+    keys, values = (x[mine] for x in kv.pages)
+    exact = page_factors(keys, values, rank, center)
+    got, want = unpack(record[mine], layout), unpack(pack(exact, layout), layout)
+    assert got.value_mean is not None
+    assert want.value_mean is not None
+    for ours, theirs, spread in ((got.mean, want.mean, exact.mean), (got.value_mean, want.value_mean, exact.value_mean)):
+        assert spread is not None
+        # A sum in another order may round to the neighbouring step, 1/127 of the largest entry.
+        assert ((ours - theirs).abs() <= spread.abs().amax(-1, keepdim=True) / 126).all()
+        assert (ours == theirs).float().mean() > 0.98
+
+    def misfit(basis: np.ndarray, coef: np.ndarray) -> np.ndarray:
+        """Distance of the described pages from the real ones, [N, H]."""
+        centred = truth.centred_pages(keys)
+        return np.asarray(np.linalg.norm(centred - coef @ basis.swapaxes(-1, -2), axis=(-1, -2)))
+
+    _, sigma = truth.svd_factors(keys, values, rank)
+    size = np.linalg.norm(sigma, axis=-1)
+    best = np.sqrt((sigma[..., rank:] ** 2).sum(-1))
+    theirs = misfit(f64(want.basis), f64(want.coef))
+    ours = misfit(f64(got.basis), f64(got.coef))
+    assert (ours <= 1.02 * theirs + 1e-4 * size).all(), (ours, theirs)
+    # Whatever quantisation adds, it is what it adds to the exact factors: a few hundredths of the page.
+    assert (ours <= best + 0.25 * size).all()
+
+
+def test_build_contains_what_is_not_finite() -> None:
+    """NaN or Inf in one head of one page: no estimate for that head of that page, nothing else is touched."""
+    gen = generator(3)
+    keys, values = torch.randn(2, 2, PAGE, 2, 64, generator=gen).to(DEVICE)
+    clean = build_page_summaries(keys, values, 4)
+    keys[0, 3, 1, 5], values[1, 7, 0, 2] = torch.inf, torch.nan
+    s = build_page_summaries(keys, values, 4)
+    assert torch.isnan(s.mu[0, 1]).all()
+    assert (s.basis[0, 1] == 0).all()
+    assert torch.isnan(s.value_mean[1, 0]).all()
+    assert torch.equal(s.record[0, 0], clean.record[0, 0])  # type: ignore[index]
+    assert torch.equal(s.record[1, 1], clean.record[1, 1])  # type: ignore[index]
+    assert torch.equal(s.mu[1], clean.mu[1])
+
+
+def test_build_of_one_repeated_key_has_no_spread() -> None:
+    keys = torch.ones(1, PAGE, 1, 64, device=DEVICE) * torch.arange(64.0, device=DEVICE)
+    s = build_page_summaries(keys, keys, 8)
+    assert torch.isfinite(s.basis).all()
+    assert (s.coef == 0).all()
+    assert torch.allclose(s.mu[0, 0], keys[0, 0, 0], atol=0.5)
+
+
+# --- scan -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "group", "rank", "tail", "cap"), SHAPES)
+def test_scan(dim: int, group: int, rank: int, tail: str, cap: float) -> None:
+    """Every page's log-sum-exp and tail weight, and the sums over pages, for a mixed batch with one invalid page."""
+    gen = generator(dim + group + rank)
+    kv = make_paged("rope", LENGTHS, 2, dim, gen)
+    s = quantised(kv, rank)
+    invalid = int(kv.page_table[-1, 40])
+    s.valid[invalid] = False
+    q, scale = queries(kv, group, gen), 0.125
+    lens = kv.seq_lens
+    got = scan(q, s, kv.page_table, kv.num_pages, scale, seq_lens=lens, logit_cap=cap, tail=tail)
+    want = truth.page_scores(
+        factors_of(s), q, kv.page_table, kv.num_pages, scale, seq_lens=lens, valid=s.valid.tolist(), cap=cap
+    )
+    size = logit_size(q, kv.k_cache, scale)
+    assert_close(listed(got.lse, kv), want.lse, size=size)
+    op = page_lse(q, s, kv.page_table, kv.num_pages, scale, seq_lens=lens, logit_cap=cap)
+    assert torch.equal(op, listed(got.lse, kv))
+    if tail == "off":
+        return
+    assert_close(listed(got.weight, kv), want.log_weight[tail], size=size)
+    # The sums of the longest request: all items of one (request, KV head) lie together, before them those of the others.
+    items = -(-int(kv.num_pages.sum()) * 2 // 5)
+    length = max(-(-items // scan_kernel.N_BLOCK), 1) * scan_kernel.N_BLOCK
+    counts = [-(-int(n) // length) for n in kv.num_pages]
+    first = 2 * sum(counts[:-1])
+    assert counts[-1] > 1
+    peak, total = (f64(x[first : first + counts[-1]]) for x in (got.tail_peak, got.tail_total))
+    summed = torch.from_numpy((total * np.exp(peak - peak.max(0))).sum(0)).float()
+    weight = want.log_weight[tail][-1, :group, : int(kv.num_pages[-1])]
+    expected = np.exp(weight - peak.max(0)[:, None]).sum(1)
+    # An error of the logarithms is a relative one of their sum.
+    assert_close(summed, expected, size=(1.0 + size) * expected)
+    assert counts[-1] * length >= int(kv.num_pages[-1])
+
+
+def test_scan_without_lengths_takes_every_page_as_whole() -> None:
+    gen = generator(5)
+    kv = make_paged("random", [64, 32], 1, 64, gen)
+    s = quantised(kv, 4)
+    q = queries(kv, 4, gen)
+    lse = page_lse(q, s, kv.page_table, kv.num_pages, 0.125)
+    want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125)
+    assert_close(lse, want.lse, size=logit_size(q, kv.k_cache, 0.125))
+
+
+def test_scan_in_half_precision() -> None:
+    """Integers of the record are exact in fp16, so only the queries' own rounding is in the result."""
+    gen = generator(6)
+    kv = make_paged("rope", [200, 31], 2, 128, gen)
+    s = quantised(kv, 8)
+    q = queries(kv, 8, gen).half()
+    got = scan(q, s, kv.page_table, kv.num_pages, 0.1, seq_lens=kv.seq_lens, logit_cap=0.0, tail="qmu")
+    want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.1, seq_lens=kv.seq_lens)
+    size = logit_size(q, kv.k_cache, 0.1)
+    assert_close(listed(got.lse, kv), want.lse, size=size)
+    assert_close(listed(got.weight, kv), want.log_weight["qmu"], size=size)
+
+
+# --- select -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("combine", "group"), cover(combine=("mass", "peak", "max"), group=(1, 3, 4, 8, 16)))
+@pytest.mark.parametrize("budget", [4, 7, 40])
+def test_select(combine: str, group: int, budget: int) -> None:
+    """Exact top pages, over several blocks of keys, with pages that have no estimate, NaN and equal scores."""
+    gen = generator(budget + group)
+    held = torch.tensor([0, 1, 5, 39, 41, 130], dtype=torch.int32, device=DEVICE)
+    lse = torch.randn(len(held), 2 * group, 130, generator=gen).to(DEVICE) * 3
+    lse[3:, :, 7] = torch.inf
+    lse[4:, 0, 11:20] = torch.nan
+    lse[5, :, 60:80] = lse[5, :, 60:61]
+    pages, counts = select_pages(lse, held, budget, 2, 1, num_kv_heads=2, combine=combine)
+    assert_selection(pages, counts, lse, held.tolist(), budget, 2, 1, combine)
+
+
+def test_select_keeps_the_order_of_preference() -> None:
+    lse, held = torch.zeros(1, 1, 100, device=DEVICE), torch.tensor([100], dtype=torch.int32, device=DEVICE)
+    lse[0, 0, 50:60] = torch.inf
+    lse[0, 0, 30] = 5.0
+    pages, _ = select_pages(lse, held, 9, 2, 3, num_kv_heads=1)
+    assert pages.tolist() == [[[0, 1, 50, 51, 52, 53, 97, 98, 99]]]
+    pages, _ = select_pages(lse, held, 20, 2, 3, num_kv_heads=1)
+    assert pages.tolist() == [[[0, 1, 2, 3, 4, 5, 30, *range(50, 60), 97, 98, 99]]]
+
+
+# --- attend -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "group", "cap"), cover(dim=(64, 96, 128, 256), group=(1, 3, 4, 7, 8, 16), cap=(0.0, 15.0)))
+def test_attend(dim: int, group: int, cap: float) -> None:
+    """Exact attention over listed pages alone: every other slot holds NaN."""
+    gen = generator(dim + group)
+    kv = make_paged("rope", LENGTHS, 2, dim, gen, v_dim=64)
+    q = queries(kv, group, gen)
+    scores = torch.randn(len(LENGTHS), 2 * group, kv.page_table.shape[1], generator=gen).to(DEVICE)
+    pages, counts = select_pages(scores, kv.num_pages, 6, num_kv_heads=2)
+    chosen = listed_pages(pages, counts)
+    k_cache, v_cache = torch.full_like(kv.k_cache, torch.nan), torch.full_like(kv.v_cache, torch.nan)
+    for b, heads in enumerate(chosen):
+        for h, row in enumerate(heads):
+            for page in row:
+                slots = slice(int(kv.page_table[b, page]) * PAGE, (int(kv.page_table[b, page]) + 1) * PAGE)
+                k_cache[slots, h], v_cache[slots, h] = kv.k_cache[slots, h], kv.v_cache[slots, h]
+    arguments = (k_cache, v_cache, kv.page_table, pages, counts, kv.seq_lens, 0.125)
+    out, lse = sparse_decode(q, *arguments, logit_cap=cap, k_scale=0.5, v_scale=2.0, return_lse=True)
+    want, want_lse = truth.attention(
+        q, kv.k_cache, kv.v_cache, kv.page_table, chosen, kv.seq_lens, 0.0625, cap=cap, v_scale=2.0
+    )
+    size = logit_size(q, kv.k_cache, 0.0625)
+    assert_close(out, want, size=2.0 * output_size(size, kv.v_cache))
+    assert_close(lse, want_lse, size=size)
+
+
+# --- the whole step ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tail", "combine", "budget"), cover(tail=("qmu", "flat", "off"), combine=("mass", "peak", "max"), budget=(48, 160, 2048))
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_step(tail: str, combine: str, budget: int, dtype: torch.dtype) -> None:
+    """Scan, selection, attention and tail against fp64, each on what the step before it produced."""
+    gen = generator(budget)
+    kv = make_paged("rope", LENGTHS, 2, 64, gen, dtype=dtype)
+    s = quantised(kv, 8)
+    q = queries(kv, 3, gen).to(dtype)
+    config = LocksConfig(budget_tokens=budget, tail_correction=tail, combine=combine)
+    got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
+    want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125, seq_lens=kv.seq_lens)
+    size = logit_size(q, kv.k_cache, 0.125)
+    assert_close(listed(got.scores.lse, kv), want.lse, size=size)
+    width = got.pages.shape[2]
+    assert_selection(got.pages, got.counts, got.scores.lse, kv.num_pages.tolist(), width, 1, 1, combine)
+    chosen = listed_pages(got.pages, got.counts)
+    out, lse = truth.attention(q, kv.k_cache, kv.v_cache, kv.page_table, chosen, kv.seq_lens, 0.125)
+    if tail != "off":
+        out = truth.merge_tail(out, lse, chosen, want.log_weight[tail], factors_of(s), kv.page_table)
+    # Probabilities are rounded to the cache's precision before they meet the values.
+    slack = 4 * truth.ROUNDOFF[dtype] * float(kv.v_cache.nan_to_num().abs().max()) if dtype != torch.float32 else 0.0
+    assert_close(got.out, out, size=output_size(size, kv.v_cache), extra=slack)
+
+
+def test_everything_here_runs_on_kernels() -> None:
+    assert runs_kernels(torch.zeros(1, 1, 64, device=DEVICE), 64, 64, 16)
+    assert not runs_kernels(torch.zeros(1, 1, 64, device=DEVICE, dtype=torch.float64), 64, 64, 16)
+    assert not runs_kernels(torch.zeros(1, 1, 64, device=DEVICE), 80, 64, 16)
+    assert not runs_kernels(torch.zeros(1, 1, 64, device=DEVICE), 64, 64, 17)
