@@ -177,7 +177,8 @@ def ask(
         top_logprobs=2,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"continue_final_message": bool(begun), "ignore_eos": past_end},
+        # SGLang streams no entry for a last token without text, which a special token is unless it is shown.
+        extra_body={"continue_final_message": bool(begun), "ignore_eos": past_end, "skip_special_tokens": not past_end},
     )
     for chunk in stream:
         usage = chunk.usage or usage
