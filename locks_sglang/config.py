@@ -272,4 +272,6 @@ def configure(**settings: Any) -> LocksConfig:
     flags = json.dumps(_read_flags(os.environ) | settings, default=str)
     config = load_config({**os.environ, FLAGS_VARIABLE: flags}).config
     os.environ[FLAGS_VARIABLE] = flags
+    for name in settings:
+        _beneath_flags.pop(name, None)
     return config

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -72,9 +72,11 @@ SECOND_QUESTION = 'In the words of this text, what is the "if" statement used fo
 
 RULE = (
     f"Every token of turn 1.1 must be the one that dense chooses after the same tokens, but for close calls (dense's two best "
-    f"logits at most {CLOSE_CALL} apart) and the last {1 - JUDGED_SHARE:.0%} of the answer; and no page may be met without a "
-    f"valid summary."
+    f"logits at most {CLOSE_CALL} apart, and the token one of them) and the last {1 - JUDGED_SHARE:.0%} of the answer; "
+    f"where it ends counts always; and no page may be met without a valid summary."
 )
+END = "(end)"
+"""Stands for whichever token ended an answer."""
 
 Messages = list[dict[str, str]]
 
@@ -135,13 +137,15 @@ class Answer:
     """One streamed answer.
 
     Attributes:
-        tokens: text of each token. margins: difference of the two best logits at each. ended: whether the model ended it.
+        tokens: text of each token. seconds: of the second best at each. margins: difference of their logits.
+        ended: whether the model ended it.
         prompt_tokens, cached_tokens: of the prompt, and of it found in the prefix cache.
         first_token_s: seconds from the request to the first token. tokens_per_s: of those after the first, if any.
     """
 
     text: str
     tokens: list[str]
+    seconds: list[str]
     margins: list[float]
     prompt_tokens: int
     cached_tokens: int
@@ -166,6 +170,7 @@ def ask(
         past_end: go on behind tokens that end an answer, which then are tokens like any other.
     """
     tokens: list[str] = []
+    seconds: list[str] = []
     margins: list[float] = []
     text, usage, reason, times = "", None, None, [time.monotonic()]
     stream: Any = client.chat.completions.create(
@@ -186,9 +191,10 @@ def ask(
             text += choice.delta.content or ""
             reason = choice.finish_reason or reason
             for entry in choice.logprobs.content if choice.logprobs else ():
-                best, second = (candidate.logprob for candidate in entry.top_logprobs)
+                best, second = entry.top_logprobs
                 tokens.append(entry.token)
-                margins.append(best - second)
+                seconds.append(second.token)
+                margins.append(best.logprob - second.logprob)
                 times.append(time.monotonic())
                 on_token(len(tokens))
     if usage is None or not tokens:
@@ -197,6 +203,7 @@ def ask(
     return Answer(
         text,
         tokens,
+        seconds,
         margins,
         usage.prompt_tokens,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
@@ -206,10 +213,17 @@ def ask(
     )
 
 
-def end_of_answer(model: Path) -> str:
-    """Text of the token that ends an answer, as the model's tokenizer names it."""
-    named = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))["eos_token"]
-    return str(named["content"] if isinstance(named, dict) else named)
+def ends_of_answers(model: Path, tokenizer: Tokenizer) -> frozenset[str]:
+    """Texts of the tokens that end an answer of this model.
+
+    Raises:
+        ModelError: the model's files name none.
+    """
+    for file in (model / "generation_config.json", model / "config.json"):
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        if named is not None:
+            return frozenset(tokenizer.id_to_token(token) for token in (named if isinstance(named, list) else [named]))
+    raise ModelError(f"{model}: neither generation_config.json nor config.json names an eos_token_id")
 
 
 def equal_share(answer: Answer, dense: Answer) -> float:
@@ -229,38 +243,42 @@ def first_difference(answer: Answer, dense: Answer) -> int | None:
 
 @dataclass(frozen=True)
 class Choices:
-    """An answer's tokens, its end included, and at each position dense's choice after the same tokens, with its margin.
+    """An answer's tokens, `END` included, and what dense would choose at each position after the same tokens.
 
-    `dense` and `margins` are shorter where a difference that is no close call ended the comparison.
+    `excused` says where another token than dense's is a close call. `dense`, `excused` and `margins` are shorter where a
+    difference that is none ended the comparison.
     """
 
     answer: list[str]
     dense: list[str]
+    excused: list[bool]
     margins: list[float]
 
 
-def follow(answer: Answer, end: str, resume: Callable[[str, int], Answer]) -> Choices:
+def follow(answer: Answer, ends: Set[str], resume: Callable[[str, int], Answer]) -> Choices:
     """Dense's choices along `answer`.
 
     Behind a close call the two would continue different texts, so dense is asked again from where `answer` stands.
 
     Args:
-        end: text of the token that ends an answer.
+        ends: texts of the tokens that end an answer.
         resume: dense's continuation of the answer that begins with a text, by so many tokens, ends among them.
     """
-    wanted = answer.tokens + [end] * answer.ended
-    tokens: list[str] = []
-    margins: list[float] = []
-    while len(tokens) < len(wanted):
-        at = len(tokens)
-        more = resume("".join(answer.tokens[:at]), len(wanted) - at)
-        parted = [i for i, token in enumerate(more.tokens) if token != wanted[at + i]]
-        kept = parted[0] + 1 if parted else len(more.tokens)
-        tokens += more.tokens[:kept]
-        margins += more.margins[:kept]
-        if parted and margins[-1] > CLOSE_CALL:
+    choices = Choices(answer.tokens + [END] * answer.ended, [], [], [])
+    while len(choices.dense) < len(choices.answer):
+        at = len(choices.dense)
+        more = resume("".join(answer.tokens[:at]), len(choices.answer) - at)
+        for token, second, margin in zip(more.tokens, more.seconds, more.margins, strict=True):
+            token, second = (END if text in ends else text for text in (token, second))
+            wanted = choices.answer[len(choices.dense)]
+            choices.dense.append(token)
+            choices.margins.append(margin)
+            choices.excused.append(margin <= CLOSE_CALL and wanted in (token, second))
+            if token != wanted:
+                break
+        if choices.dense[-1] != choices.answer[len(choices.dense) - 1] and not choices.excused[-1]:
             break
-    return Choices(wanted, tokens, margins)
+    return choices
 
 
 @dataclass(frozen=True)
@@ -276,11 +294,12 @@ def judge(choices: Choices, invalid_pages: int) -> Verdict:
     if invalid_pages:
         return Verdict(False, f"{invalid_pages} times a page was met without a valid summary")
     length = len(choices.answer)
-    apart = [at for at, (ours, dense) in enumerate(zip(choices.answer, choices.dense, strict=False)) if ours != dense]
-    for at in apart:
-        if at < JUDGED_SHARE * length and choices.margins[at] > CLOSE_CALL:
+    pairs = enumerate(zip(choices.answer, choices.dense, strict=False))
+    apart = {at: ours for at, (ours, dense) in pairs if ours != dense}
+    for at, ours in apart.items():
+        if (at < JUDGED_SHARE * length or ours == END) and not choices.excused[at]:
             margin = f"where dense's two best logits are {choices.margins[at]:.3f} apart"
-            return Verdict(False, f"token {at + 1} of {length} is not the one that dense chooses, {margin}")
+            return Verdict(False, f"token {at + 1} of {length}, {ours!r}, is not the one that dense chooses, {margin}")
     if not apart:
         return Verdict(True, f"all {length} tokens are those that dense chooses")
     return Verdict(
@@ -447,10 +466,10 @@ def hold_conversations(url: str, document: Document, turns: int, max_tokens: int
     return held
 
 
-def answer_densely(url: str, turns: Sequence[Turn], max_tokens: int, end: str, bars: Progress) -> None:
+def answer_densely(url: str, turns: Sequence[Turn], max_tokens: int, ends: Set[str], bars: Progress) -> None:
     """The dense server's answers to exactly the prompts of these turns, locks' earlier answers included.
 
-    Along the first turn's answer, which is judged, also dense's choice at every position; `end` ends an answer.
+    Along the first turn's answer, which is judged, also dense's choice at every position; `ends` end one.
     """
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=1800, max_retries=0)
     for turn in turns:
@@ -460,7 +479,7 @@ def answer_densely(url: str, turns: Sequence[Turn], max_tokens: int, end: str, b
     judged = turns[0]
     judged.choices = follow(
         judged.answer,
-        end,
+        ends,
         lambda begun, tokens: ask(client, judged.prompt, tokens, lambda done: None, begun=begun, past_end=True),
     )
 
@@ -527,6 +546,7 @@ def run(options: argparse.Namespace, screen: Screen) -> int:
     LocksConfig(budget_tokens=options.budget_tokens)  # a bad value is told now, not by a server half a minute later
     model = checked(options.model) if options.model else fetch(MODEL, options.output / "models")
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ends = ends_of_answers(model, tokenizer)
     document = read_document(lambda text: len(tokenizer.encode(text).ids))
     machine = look_at_machine()
     place = machine.facts.get("gpu") or f"{machine.facts['cores']} cores of {machine.facts['processor']}, no GPU"
@@ -547,7 +567,7 @@ def run(options: argparse.Namespace, screen: Screen) -> int:
         screen.say(f"\n$ {_shown(commands['dense'])}", "bold")
         dense_variables["HF_HUB_OFFLINE"] = "1"
         with _server(commands["dense"], options.output / "demo-dense.log", dense_variables, bars) as url:
-            answer_densely(url, turns, options.max_tokens, end_of_answer(model), bars)
+            answer_densely(url, turns, options.max_tokens, ends, bars)
     assert turns[0].choices is not None
     verdict = judge(turns[0].choices, sum(turn.pages.invalid for turn in turns))
 

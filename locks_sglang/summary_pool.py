@@ -168,9 +168,10 @@ class SummaryPool:
             if slack == 0.0:
                 wrong |= differs.any(-1)
             for head in differs.any(0).nonzero().flatten().tolist() if slack else ():
+                # A page without spread or values has no measure; where its record is the fresh one it needs none.
                 kept = self._misfit(k[:, :, head], v[:, :, head], stored[:, head], self.center[index, head])
                 best = self._misfit(k[:, :, head], v[:, :, head], fresh[:, head], self.center[index, head])
-                wrong |= ~(kept <= best + slack).all(0)
+                wrong |= differs[:, head] & ~(kept <= best + slack).all(0)
             bad += [(layer_id, int(page)) for page in pages[wrong]]
         return bad
 
@@ -179,9 +180,10 @@ class SummaryPool:
         factors: PageFactors = unpack(record, self.layout)
         keys, values = k.float(), v.float().mean(1)
         described = (factors.mean + center).unsqueeze(1) + factors.coef @ factors.basis.transpose(-1, -2)
-        misfit = [(keys - described).flatten(1).norm(dim=1) / (keys - keys.mean(1, keepdim=True)).flatten(1).norm(dim=1)]
+        spread, least = keys - keys.mean(1, keepdim=True), torch.finfo(torch.float32).tiny
+        misfit = [(keys - described).flatten(1).norm(dim=1) / spread.flatten(1).norm(dim=1).clamp_min(least)]
         if factors.value_mean is not None:
-            misfit.append((values - factors.value_mean).norm(dim=1) / values.norm(dim=1))
+            misfit.append((values - factors.value_mean).norm(dim=1) / values.norm(dim=1).clamp_min(least))
         return torch.stack(misfit)
 
     def mark_dirty(self, slots: torch.Tensor) -> None:

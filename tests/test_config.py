@@ -419,6 +419,8 @@ def test_a_further_command_line_starts_afresh(monkeypatch: pytest.MonkeyPatch) -
     again = parse()
     assert (again.rank, again.budget_tokens, again.sink_pages) == (4, 2048, 2)
     assert parse("--locks-sink-pages", "3").sink_pages == 3
+    configure(sink_pages=5)
+    assert parse().sink_pages == 5
 
 
 # --- SGLang's command line --------------------------------------------------------------------------------------------

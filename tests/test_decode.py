@@ -566,6 +566,17 @@ def test_page_table_without_columns(tail: str) -> None:
     assert (locks_decode(q, kv.k_cache, kv.v_cache, s, none, lengths, 0.125, config) == 0).all()
 
 
+@pytest.mark.parametrize("tail", ["qmu", "flat", "off"])
+def test_empty_batch(tail: str) -> None:
+    kv = make_paged("random", [48], 2, 64, generator(55))
+    s, q = build_page_summaries(*kv.pages, 4), torch.zeros(0, 4, 64)
+    table, lengths = kv.page_table[:0], kv.seq_lens[:0]
+    assert page_lse(q, s, table, lengths, 0.125).shape == exact_page_lse(q, kv.k_cache, table, lengths, 0.125).shape
+    assert dense_decode(q, kv.k_cache, kv.v_cache, table, lengths, 0.125).shape == (0, 4, 64)
+    config = LocksConfig(rank=4, tail_correction=tail)
+    assert locks_decode(q, kv.k_cache, kv.v_cache, s, table, lengths, 0.125, config).shape == (0, 4, 64)
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------------
 
 KV = make_paged("random", [48, 32], 2, 64, generator(60), v_dim=32)

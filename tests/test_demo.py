@@ -33,85 +33,84 @@ from locks_sglang.demo import (
     read_document,
     unwrap,
 )
+from locks_sglang.models import ModelError
 from locks_sglang.serving import ServerError
 
 
 def answer(tokens: str, margins: dict[int, float] | None = None, usual: float = 3.0, *, ended: bool = False) -> Answer:
-    """An answer with one-letter tokens; its two best logits are `usual` apart but at the given positions."""
+    """An answer with one-letter tokens, "X" second at each; the two are `usual` apart but at the given positions."""
     apart = [(margins or {}).get(at, usual) for at in range(len(tokens))]
-    return Answer(tokens, list(tokens), apart, 4300, 16, 12.34, 6.78, ended)
+    return Answer(tokens, list(tokens), ["X"] * len(tokens), apart, 4300, 16, 12.34, 6.78, ended)
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ours", "dense", "margins", "passed", "reason"),
-    [
-        ("abcdefghij", "abcdefghij", {}, True, "all 10 tokens are those that dense chooses"),
-        ("abXdefghij", "abc", {}, False, "token 3 of 10 is not .* where dense's two best logits are 3.000 apart"),
-        ("abXdefghij", "abc", {2: 0.101}, False, "are 0.101 apart"),
-        ("abXdefghij", "abcdefghij", {2: 0.1}, True, "1 of 10 tokens differ, close calls"),
-        ("abXdYfghij", "abcde", {2: 0.05}, False, "token 5 of 10 is not"),
-        ("abXdYfghij", "abcdefghij", {2: 0.05, 4: 0.0}, True, "2 of 10 tokens differ"),
-        ("abcdefghiX", "abcdefghij", {}, True, "1 of 10 tokens differ, close calls or in the last 10%"),
-        ("abcdefghXj", "abcdefghi", {}, False, "token 9 of 10"),
-        ("X", "a", {}, False, "token 1 of 1"),
-    ],
-)
-def test_rule(ours: str, dense: str, margins: dict[int, float], passed: bool, reason: str) -> None:
-    verdict = judge(Choices(list(ours), list(dense), answer(dense, margins).margins), 0)
-    assert verdict.passed is passed
-    assert re.search(reason, verdict.reason), verdict.reason
-
-
-def test_rule_allows_no_invalid_page() -> None:
-    verdict = judge(Choices(["a", "b"], ["a", "b"], [3.0, 3.0]), 2)
-    assert verdict == Verdict(False, "2 times a page was met without a valid summary")
-
-
-def followed(ours: Answer, dense: dict[str, Answer]) -> tuple[Choices, list[tuple[str, int]]]:
-    """Dense's choices along an answer, and what it was asked; `dense` holds its continuations by what is there already."""
+def followed(ours: Answer, *dense: Answer) -> tuple[Choices, list[tuple[str, int]]]:
+    """Dense's choices along an answer, and what it was asked, in turn."""
     asked: list[tuple[str, int]] = []
 
     def resume(begun: str, tokens: int) -> Answer:
+        continuation = dense[len(asked)]
         asked.append((begun, tokens))
-        assert len(dense[begun].tokens) == tokens
-        return dense[begun]
+        assert len(continuation.tokens) == tokens
+        return continuation
 
-    return follow(ours, ".", resume), asked
-
-
-def test_dense_goes_on_from_every_close_call() -> None:
-    """After each it continues the answer that is judged, not its own; what it chose there stays on record."""
-    dense = {"": answer("abcZZZZZ", {2: 0.1}), "abX": answer("dYQQQ", {1: 0.05}), "abXde": answer("fgh", usual=2.0)}
-    choices, asked = followed(answer("abXdefgh"), dense)
-    assert asked == [("", 8), ("abX", 5), ("abXde", 3)]
-    assert choices == Choices(list("abXdefgh"), list("abcdYfgh"), [3.0, 3.0, 0.1, 3.0, 0.05, 2.0, 2.0, 2.0])
-
-
-def test_dense_stops_at_a_difference_that_is_no_close_call() -> None:
-    choices, asked = followed(answer("abXdefgh"), {"": answer("abcdefgh")})
-    assert asked == [("", 8)]
-    assert choices == Choices(list("abXdefgh"), list("abc"), [3.0] * 3)
+    return follow(ours, {".", "!"}, resume), asked
 
 
 @pytest.mark.parametrize(
     ("ours", "dense", "passed", "reason"),
     [
-        (answer("abcdefghi", ended=True), "abcdefghi.", True, "all 10 tokens"),
-        (answer("abcd", ended=True), "abcde", True, "1 of 5 tokens differ, close calls or in the last 10%"),
-        (answer("a", ended=True), "ab", False, "token 2 of 2"),
-        (answer("abcdefghij"), "abcde.ghij", False, "token 6 of 10"),
-        (answer("abcdefghij"), "a.cdefghij", False, "token 2 of 10"),
+        (answer("abcdefghij"), [answer("abcdefghij")], True, "all 10 tokens are those that dense chooses"),
+        (answer("abXdefghij"), [answer("abcdefghij")], False, "token 3 of 10, 'X', .* dense's two best logits are 3.000 apart"),
+        (answer("abXdefghij"), [answer("abcdefghij", {2: 0.101})], False, "are 0.101 apart"),
+        (answer("abXdefghij"), [answer("abcQQQQQQQ", {2: 0.1}), answer("defghij")], True, "1 of 10 tokens differ, close calls"),
+        (answer("abYdefghij"), [answer("abcdefghij", {2: 0.1})], False, "token 3 of 10, 'Y'"),
+        (answer("abXdXfghij"), [answer("abcQQQQQQQ", {2: 0.1}), answer("defghij")], False, "token 5 of 10"),
+        (answer("abcdefghiX"), [answer("abcdefghij")], True, "1 of 10 tokens differ, close calls or in the last 10%"),
+        (answer("abcdefghXj"), [answer("abcdefghij")], False, "token 9 of 10"),
+        (answer("X"), [answer("a")], False, "token 1 of 1"),
+        (answer("abcdefghi", ended=True), [answer("abcdefghi.")], True, "all 10 tokens"),
+        (answer("abcdefghi", ended=True), [answer("abcdefghi!")], True, "all 10 tokens"),
+        (answer("abcdefghijklmno", ended=True), [answer("abcdefghijklmnop")], False, r"token 16 of 16, '\(end\)'"),
+        (answer("abcdefghij"), [answer("abcde.ghij")], False, "token 6 of 10"),
     ],
 )
-def test_the_end_of_an_answer_is_a_choice_too(ours: Answer, dense: str, passed: bool, reason: str) -> None:
-    """Ended too early, too late, or where dense ends as well."""
-    choices, _ = followed(ours, {"": answer(dense, {4: 0.0} if dense == "abcde" else None)})
-    verdict = judge(choices, 0)
+def test_rule(ours: Answer, dense: list[Answer], passed: bool, reason: str) -> None:
+    verdict = judge(followed(ours, *dense)[0], 0)
     assert verdict.passed is passed
     assert re.search(reason, verdict.reason), verdict.reason
+
+
+def test_rule_allows_no_invalid_page() -> None:
+    choices, _ = followed(answer("ab"), answer("ab"))
+    assert judge(choices, 2) == Verdict(False, "2 times a page was met without a valid summary")
+
+
+def test_dense_goes_on_from_every_close_call() -> None:
+    """After each it continues the answer that is judged, not its own; what it chose there stays on record."""
+    dense = answer("abcZZZZZ", {2: 0.1}), answer("dYQQQ", {1: 0.05}), answer("fgh", usual=2.0)
+    choices, asked = followed(answer("abXdXfgh"), *dense)
+    assert asked == [("", 8), ("abX", 5), ("abXdX", 3)]
+    excused = [False, False, True, False, True, False, False, False]
+    assert choices == Choices(list("abXdXfgh"), list("abcdYfgh"), excused, [3.0, 3.0, 0.1, 3.0, 0.05, 2.0, 2.0, 2.0])
+
+
+def test_dense_stops_at_a_difference_that_is_no_close_call() -> None:
+    choices, asked = followed(answer("abXdefgh"), answer("abcdefgh"))
+    assert asked == [("", 8)]
+    assert choices == Choices(list("abXdefgh"), list("abc"), [False] * 3, [3.0] * 3)
+
+
+def test_ends_of_answers_are_found(model_path: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    assert demo.ends_of_answers(Path(model_path), tokenizer) == {"<|im_end|>"}
+    (tmp_path / "config.json").write_text('{"eos_token_id": [0, 2]}')
+    assert demo.ends_of_answers(tmp_path, tokenizer) == {"<|endoftext|>", "<|im_end|>"}
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="names an eos_token_id"):
+        demo.ends_of_answers(tmp_path, tokenizer)
 
 
 def test_equal_share_counts_the_longer_answer() -> None:

@@ -30,7 +30,7 @@ TYPES = {
     torch.uint32: "*u32",
     torch.int64: "*i64",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class Recorder:
@@ -57,7 +57,7 @@ def compiled(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             attributes[(at,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if not isinstance(value, float) and value % 16 == 0:
+            if not isinstance(value, float) and value % 16 == 0 and not kernel.params[at].do_not_specialize:
                 attributes[(at,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=HOPPER, options={name: kwargs[name] for name in OPTIONS if name in kwargs})
@@ -82,17 +82,19 @@ def launch_build(dim: int, rank: int, dtype: torch.dtype) -> None:
     build.build(cache, cache, torch.arange(2), torch.zeros(8, dim), record, torch.zeros(2, dtype=torch.bool), layout)
 
 
-def launch_step(dim: int, rank: int, group: int, dtype: torch.dtype, tail: str, combine: str, cap: float) -> None:
-    """Scan, select, attend and merge of eight requests."""
+def launch_step(
+    dim: int, rank: int, group: int, dtype: torch.dtype, tail: str, combine: str, cap: float, batch: int = 8, heads: int = 8
+) -> None:
+    """Scan, select, attend and merge."""
     layout = RecordLayout(dim, dim, rank)
-    record = torch.zeros(2, 8, layout.record_bytes, dtype=torch.uint8)
-    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(8, dim), record=record)
-    q, cache = torch.zeros(8, 8 * group, dim, dtype=dtype), torch.zeros(32, 8, dim, dtype=dtype)
-    table, held, lens = torch.zeros(8, 160, dtype=torch.int32), torch.ones(8, dtype=torch.int32), torch.ones(8).long()
-    scores = scan.scan(q, s, table, held, 0.1, seq_lens=lens, logit_cap=cap, tail=tail)
+    record = torch.zeros(2, heads, layout.record_bytes, dtype=torch.uint8)
+    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), record=record)
+    q, cache = torch.zeros(batch, heads * group, dim, dtype=dtype), torch.zeros(32, heads, dim, dtype=dtype)
+    table, held = torch.zeros(batch, 160, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+    scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=cap, tail=tail)
     parts = scores.peak, scores.total
-    pages, counts = select.top_pages(scores.lse, parts, held, 128, 1, 1, 8, combine)
-    attended = attend.attend_parts(q, cache, cache, table, pages, counts, lens, 0.1, logit_cap=cap)
+    pages, counts = select.top_pages(scores.lse, parts, held, 128, 1, 1, heads, combine)
+    attended = attend.attend_parts(q, cache, cache, table, pages, counts, held.long(), 0.1, logit_cap=cap)
     estimate = None if tail == "off" else Tail(scores, s, table, held, pages, counts)
     merge.merge_parts(attended, torch.zeros_like(q), 1.0, estimate)
 
@@ -103,6 +105,7 @@ VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "step D=96 G=7": (launch_step, (96, 4, 7, torch.float16, "off", "peak", 0.0)),
     "step D=128 G=4": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0)),
     "step D=128 G=16 capped": (launch_step, (128, 15, 16, torch.bfloat16, "flat", "max", 30.0)),
+    "step D=128 G=8, one request, one head": (launch_step, (128, 8, 8, torch.bfloat16, "qmu", "mass", 0.0, 1, 1)),
     "step D=256 G=8": (launch_step, (256, 8, 8, torch.bfloat16, "qmu", "mass", 0.0)),
 }
 KERNELS = {

@@ -53,12 +53,15 @@ def poisoned(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces() -> Iterator[None]:
+def small_pieces(request: pytest.FixtureRequest) -> Iterator[None]:
     """Few pages an item and few keys a block, so that small inputs take every path; few programs, which is faster here.
 
     Results and workspaces start as NaN.
     """
     with pytest.MonkeyPatch.context() as patch:
+        if "real_pieces" in request.keywords:
+            yield
+            return
         for module in (scan_kernel, select_kernel, merge_kernel):
             patch.setattr(module, "TARGET", 5)
         patch.setattr(select_kernel, "WIDTH", 32)
@@ -177,6 +180,28 @@ def test_build_contains_what_is_not_finite() -> None:
     assert torch.equal(s.mu[1], clean.mu[1])
 
 
+@pytest.mark.parametrize("kind", ["orthonormal", "pairs", "circulant"])
+def test_build_where_eigenvalues_coincide(kind: str) -> None:
+    """Directions are then arbitrary, but must stay orthogonal: the record is as good as the reference's."""
+    gen = generator(9)
+    rows = torch.linalg.qr(torch.randn(64, 64, generator=gen))[0][:PAGE]
+    if kind == "pairs":
+        rows = torch.cat((rows[:8], rows[:8]))
+    elif kind == "circulant":
+        rows = torch.stack([torch.linspace(1, 0, PAGE).roll(t) for t in range(PAGE)]) @ rows
+    keys = rows.view(1, PAGE, 1, 64).to(DEVICE)
+    for rank in (8, 15):
+        got = build_page_summaries(keys, keys, rank)
+        layout = got.layout
+        want = unpack(pack(page_factors(keys, keys, rank, torch.zeros(1, 64, device=DEVICE)), layout), layout)
+        centred = truth.centred_pages(keys)
+        misfit = [
+            np.linalg.norm(centred - f64(coef) @ f64(basis).swapaxes(-1, -2))
+            for coef, basis in ((got.coef, got.basis), (want.coef, want.basis))
+        ]
+        assert misfit[0] <= 1.1 * misfit[1], (kind, rank, misfit)
+
+
 def test_build_of_one_repeated_key_has_no_spread() -> None:
     keys = torch.ones(1, PAGE, 1, 64, device=DEVICE) * torch.arange(64.0, device=DEVICE)
     s = build_page_summaries(keys, keys, 8)
@@ -245,6 +270,27 @@ def test_scan_in_half_precision() -> None:
     size = logit_size(q, kv.k_cache, 0.1)
     assert_close(listed(got.lse, kv), want.lse, size=size)
     assert_close(listed(got.weight, kv), want.log_weight["qmu"], size=size)
+
+
+def test_scan_keeps_small_shares_of_the_tail_in_half_precision() -> None:
+    """One page far above all others must not round the value means of the rest away."""
+    gen = generator(8)
+    kv = make_paged("rope", [640], 1, 64, gen, dtype=torch.float16)
+    first = int(kv.page_table[0, 0]) * PAGE
+    q = queries(kv, 1, gen).half()
+    kv.k_cache[first : first + PAGE] += 14.0 * q[:, :1] / q.float().norm() / 0.125 / q.float().norm()
+    kv.v_cache.mul_(0.05)
+    kv.v_cache[first : first + PAGE] = 0.0
+    s = quantised(kv, 8)
+    config = LocksConfig(budget_tokens=48)
+    got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
+    want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125, seq_lens=kv.seq_lens)
+    chosen = listed_pages(got.pages, got.counts)
+    out, lse = truth.attention(q, kv.k_cache, kv.v_cache, kv.page_table, chosen, kv.seq_lens, 0.125)
+    exact = out.copy()
+    out = truth.merge_tail(out, lse, chosen, want.log_weight["qmu"], factors_of(s), kv.page_table)
+    assert np.abs(out - exact).max() > 10 * np.abs(f64(got.out) - out).max()
+    assert_close(got.out, out, size=output_size(logit_size(q, kv.k_cache, 0.125), kv.v_cache), extra=2e-3 * np.abs(out).max())
 
 
 # --- select -----------------------------------------------------------------------------------------------------------
@@ -329,6 +375,72 @@ def test_step(tail: str, combine: str, budget: int, dtype: torch.dtype) -> None:
     # Probabilities are rounded to the cache's precision before they meet the values.
     slack = 4 * truth.ROUNDOFF[dtype] * float(kv.v_cache.nan_to_num().abs().max()) if dtype != torch.float32 else 0.0
     assert_close(got.out, out, size=output_size(size, kv.v_cache), extra=slack)
+
+
+def test_strided_inputs() -> None:
+    """Every argument but the caches as a view with gaps: same bits as packed ones."""
+    gen = generator(10)
+    kv = make_paged("rope", [100, 40], 2, 64, gen)
+    s, q, config = quantised(kv, 4), queries(kv, 2, gen), LocksConfig(budget_tokens=48)
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack((x, torch.zeros_like(x)), -1)[..., 0]
+
+    table, held, lens = (spread(x) for x in (kv.page_table, kv.num_pages, kv.seq_lens))
+    loose = PageSummaries(s.layout, spread(s.valid), spread(s.center), record=spread(s.record))  # type: ignore[arg-type]
+    packed = page_lse(q, s, kv.page_table, kv.num_pages, 0.1, seq_lens=kv.seq_lens)
+    assert torch.equal(page_lse(spread(q), loose, table, held, 0.1, seq_lens=lens), packed)
+    pages, counts = select_pages(packed, kv.num_pages, 3, num_kv_heads=2)
+    again = select_pages(spread(packed), held, 3, num_kv_heads=2)
+    assert torch.equal(again[0], pages)
+    out = sparse_decode(q, kv.k_cache, kv.v_cache, kv.page_table, pages, counts, kv.seq_lens, 0.1)
+    caches = spread(kv.k_cache), spread(kv.v_cache)
+    strided = sparse_decode(spread(q), kv.k_cache, kv.v_cache, table, spread(pages), spread(counts), lens, 0.1)
+    assert torch.equal(strided, out)
+    assert torch.allclose(sparse_decode(q, *caches, kv.page_table, pages, counts, kv.seq_lens, 0.1), out, atol=1e-5)
+    whole = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.1, config).out
+    assert torch.equal(locks_decode_step(spread(q), kv.k_cache, kv.v_cache, loose, table, lens, 0.1, config).out, whole)
+
+
+def test_more_pages_than_the_table_lists() -> None:
+    """Taken as many as it lists; nothing is written past a row."""
+    gen = generator(11)
+    kv = make_paged("rope", [64, 64], 1, 64, gen)
+    s, q = quantised(kv, 4), queries(kv, 2, gen)
+    table = kv.page_table[:, :4].contiguous()
+    want = page_lse(q, s, table, kv.num_pages, 0.1)
+    assert torch.equal(page_lse(q, s, table, kv.num_pages + 7, 0.1), want)
+    config = LocksConfig(budget_tokens=48)
+    got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, table, kv.seq_lens + 100, 0.1, config)
+    assert got.counts.tolist() == [3, 3]
+    assert torch.isfinite(got.out).all()
+
+
+def test_empty_batch() -> None:
+    gen = generator(12)
+    kv = make_paged("rope", [64], 2, 64, gen)
+    s, q = quantised(kv, 4), torch.zeros(0, 4, 64, device=DEVICE)
+    table, lens = kv.page_table[:0], kv.seq_lens[:0]
+    assert page_lse(q, s, table, lens, 0.1).shape == (0, 4, table.shape[1])
+    pages, counts = select_pages(torch.zeros(0, 4, 5, device=DEVICE), lens, 4, num_kv_heads=2)
+    assert sparse_decode(q, kv.k_cache, kv.v_cache, table, pages, counts, lens, 0.1).shape == (0, 4, 64)
+    assert locks_decode_step(q, kv.k_cache, kv.v_cache, s, table, lens, 0.1, LocksConfig()).out.shape == (0, 4, 64)
+
+
+@pytest.mark.real_pieces
+def test_step_with_the_constants_that_serve() -> None:
+    gen = generator(13)
+    kv = make_paged("rope", [3000, 17], 1, 64, gen)
+    s, q, config = quantised(kv, 8), queries(kv, 4, gen), LocksConfig(budget_tokens=256)
+    got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
+    want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125, seq_lens=kv.seq_lens)
+    size = logit_size(q, kv.k_cache, 0.125)
+    assert_close(listed(got.scores.lse, kv), want.lse, size=size)
+    assert_selection(got.pages, got.counts, got.scores.lse, kv.num_pages.tolist(), 16, 1, 1, "mass")
+    chosen = listed_pages(got.pages, got.counts)
+    out, lse = truth.attention(q, kv.k_cache, kv.v_cache, kv.page_table, chosen, kv.seq_lens, 0.125)
+    out = truth.merge_tail(out, lse, chosen, want.log_weight["qmu"], factors_of(s), kv.page_table)
+    assert_close(got.out, out, size=output_size(size, kv.v_cache))
 
 
 def test_everything_here_runs_on_kernels() -> None:

@@ -6,18 +6,27 @@ import triton
 COMPUTE_CAPABILITY = (9, 0)
 """Least compute capability that the kernels are compiled and tested for."""
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 HEAD_DIMS = (64, 96, 128, 256)
 LARGEST_GROUP = 16
 
 
 def on_kernels(x: torch.Tensor) -> bool:
-    """Whether `x` lies on a device that the kernels run on.
+    """Whether `x` is not empty and lies on a device that the kernels run on: the current one, on which Triton launches.
 
     Triton's interpreter, which tests switch on for a whole process, runs the same kernels on CPU tensors.
     """
-    if x.is_cuda:
-        return torch.cuda.get_device_capability(x.device) >= COMPUTE_CAPABILITY
+    if x.numel() == 0:
+        return False
+    if x.is_cuda and torch.version.hip is None:
+        current = x.device.index == torch.cuda.current_device()
+        return current and torch.cuda.get_device_capability(x.device) >= COMPUTE_CAPABILITY
     return bool(triton.knobs.runtime.interpret)
+
+
+def takes_cache(q: torch.Tensor, *caches: torch.Tensor) -> bool:
+    """Whether the kernels read these caches without narrowing them: of q's dtype or fp8, rows without gaps."""
+    return all(cache.dtype in (q.dtype, *FP8_DTYPES) and cache.stride(-1) == 1 for cache in caches)
 
 
 def runs_kernels(q: torch.Tensor, head_dim: int, v_head_dim: int, group: int) -> bool:

@@ -1,4 +1,7 @@
-"""What the Triton kernels share: rounding as the torch reference rounds, and the soft cap."""
+"""What the Triton kernels share: rounding as the torch reference rounds, and the soft cap.
+
+Arguments that follow the batch or the longest context are not specialised: serving would stop to compile at new lengths.
+"""
 
 import triton
 import triton.language as tl

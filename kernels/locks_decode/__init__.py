@@ -6,7 +6,7 @@ import torch
 
 from ..build_page_summaries import PageSummaries
 from ..common import check_attention_args, require
-from ..common.capability import runs_kernels
+from ..common.capability import runs_kernels, takes_cache
 from .kernel import step_on_kernels
 from .reference import DecodeStep, merge_tail, step
 
@@ -63,7 +63,8 @@ def locks_decode_step(
         f"the summaries hold value means of Dv={s.layout.v_head_dim} but v_cache has Dv={v_cache.shape[2]}",
     )
     group = q.shape[1] // k_cache.shape[1]
-    fits = s.record is not None and page_table.shape[1] > 0 and runs_kernels(q, q.shape[2], v_cache.shape[2], group)
+    fits = s.record is not None and page_table.shape[1] > 0 and takes_cache(q, k_cache, v_cache)
+    fits = fits and runs_kernels(q, q.shape[2], v_cache.shape[2], group)
     return (step_on_kernels if fits else step)(
         q,
         k_cache,

@@ -28,8 +28,9 @@ def step_on_kernels(
     k_scale: float,
     v_scale: float,
 ) -> DecodeStep:
-    """As `reference.step`, on packed summaries; the output is in q's dtype."""
-    num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).to(torch.int32)
+    """As `reference.step`, on packed summaries; the output is in q's dtype. Scores past a request's pages hold anything."""
+    num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).clamp(max=page_table.shape[1]).to(torch.int32)
+    page_table = page_table.contiguous()
     scores = scan(q, s, page_table, num_pages, sm_scale * k_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction)
     parts = scores.peak, scores.total
     pages, counts = top_pages(scores.lse, parts, num_pages, budget_pages, sink_pages, recent_pages, s.num_kv_heads, combine)

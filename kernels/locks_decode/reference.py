@@ -91,7 +91,7 @@ def merge_tail(
     hit.scatter_(2, torch.where(pages < 0, n, pages).long(), True)
     grouped = tail.view(batch, kv_heads, heads // kv_heads, n)
     grouped = grouped.masked_fill(hit[:, :, None, :n], -torch.inf)
-    exact = lse.view(batch, kv_heads, -1, 1)
+    exact = lse.view(batch, kv_heads, heads // kv_heads, 1)
     # Everything is taken relative to the larger of the two parts, so that neither overflows.
     peak = torch.maximum(grouped.amax(-1, keepdim=True), exact)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
@@ -100,5 +100,5 @@ def merge_tail(
     # A page without weight may have no usable value mean (NaN values): keep it out of the sum.
     values = torch.where(torch.isfinite(value_mean), value_mean, 0.0).to(weight.dtype)
     total = (share + weight.sum(-1, keepdim=True)).clamp_min(torch.finfo(torch.float32).tiny)
-    merged = (share * out.view(batch, kv_heads, heads // kv_heads, -1) + weight @ values) / total
+    merged = (share * out.view(batch, kv_heads, heads // kv_heads, out.shape[-1]) + weight @ values) / total
     return merged.reshape(out.shape)

@@ -44,7 +44,8 @@ def page_lse(
     if seq_lens is not None:
         check_page_table(page_table, seq_lens, q.shape[0], "seq_lens")
     if s.record is not None and runs_kernels(q, s.layout.head_dim, s.layout.v_head_dim, q.shape[1] // s.num_kv_heads):
-        lse = scan(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail="off").lse
+        held = num_pages.clamp(0, page_table.shape[1])
+        lse = scan(q, s, page_table, held, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail="off").lse
         unlisted = torch.arange(lse.shape[2], device=lse.device) >= num_pages[:, None, None]
         return lse.masked_fill_(unlisted, -torch.inf)
     return page_scores(q, s, page_table, num_pages, sm_scale, seq_lens=seq_lens, logit_cap=logit_cap).lse

@@ -47,7 +47,7 @@ def item_place(item, count, ends, B_BLOCK: tl.constexpr):
     return request, within // items, within % items, items
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "table_row", "lse_row", "lse_head"])
 def _scan_pages(
     q_ptr,
     record_ptr,
@@ -188,16 +188,17 @@ def _scan_pages(
                 tail_peak = new
                 value_scale = tl.load(scales + VALUE_SCALE // 2, mask=scored, other=0.0).to(tl.float32)
                 value_scale = tl.where(value_scale < float("inf"), value_scale, 0.0)
-                value = tl.load(
-                    levels[:, None] + (VALUE + dim)[None, :], mask=scored[:, None] & (dim < DV)[None, :], other=0
-                ).to(q_low.dtype)
+                value = tl.load(levels[:, None] + (VALUE + dim)[None, :], mask=scored[:, None] & (dim < DV)[None, :], other=0)
                 weight = tl.trans(weight * value_scale[:, None])
-                # In two parts, so that a half-precision product keeps the weight to fp32's own rounding.
-                upper = weight.to(q_low.dtype)
-                tail_value = tail_value * rescale[:, None] + tl.dot(upper, value, input_precision="ieee")
-                if q_low.dtype != tl.float32:
-                    lower = (weight - upper.to(tl.float32)).to(q_low.dtype)
-                    tail_value += tl.dot(lower, value)
+                tail_value *= rescale[:, None]
+                if q_low.dtype == tl.bfloat16:
+                    # In two parts, which keep sixteen bits of the weight; the levels are exact.
+                    upper = weight.to(tl.bfloat16)
+                    lower = (weight - upper.to(tl.float32)).to(tl.bfloat16)
+                    tail_value = tl.dot(lower, value.to(tl.bfloat16), tl.dot(upper, value.to(tl.bfloat16), tail_value))
+                else:
+                    # Weights span more than the exponents of fp16.
+                    tail_value = tl.dot(weight, value.to(tl.float32), tail_value, input_precision="ieee")
 
         slot = item * GROUP + group
         mine = group < GROUP
@@ -244,11 +245,14 @@ def scan(
     logit_cap: float,
     tail: str,
 ) -> Scan:
-    """Scan the packed summaries of every listed page; arguments as `page_scores`, q with contiguous rows."""
+    """Scan the packed summaries of every listed page; arguments as `page_scores`, B at least 1,
+    num_pages at most Nmax."""
     assert s.record is not None
     batch, query_heads, _ = q.shape
     heads, layout = s.num_kv_heads, s.layout
     group, n_max, device = query_heads // heads, page_table.shape[1], q.device
+    q, page_table, num_pages = q.contiguous(), page_table.contiguous(), num_pages.contiguous()
+    seq_lens = None if seq_lens is None else seq_lens.contiguous()
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -261,9 +265,9 @@ def scan(
     made = Scan(lse, parts[0], parts[1], weight, parts[-2], parts[-1], floats(items if tailed else 0, group, layout.v_head_dim))
     _scan_pages[(TARGET,)](
         q,
-        s.record,
-        s.valid.view(torch.uint8),
-        s.center,
+        s.record.contiguous(),
+        s.valid.contiguous().view(torch.uint8),
+        s.center.contiguous(),
         page_table,
         num_pages,
         num_pages if seq_lens is None else seq_lens,

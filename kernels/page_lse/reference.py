@@ -84,6 +84,6 @@ def _logits(q: torch.Tensor, f: PageFactors, center: torch.Tensor) -> tuple[torc
     pages = f.mean.shape[2]
     columns = q.transpose(-1, -2)
     offset = f.mean @ columns + (center.unsqueeze(1) @ columns)
-    basis = f.basis.transpose(-1, -2).reshape(batch, heads, -1, dim)
+    basis = f.basis.transpose(-1, -2).reshape(batch, heads, pages * f.basis.shape[-1], dim)
     projected = (basis @ columns).view(batch, heads, pages, f.basis.shape[-1], group)
     return offset, f.coef @ projected

@@ -23,7 +23,7 @@ def _sortable(x):
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "lse_row", "lse_head", "key_row", "sink_pages", "recent_pages"])
 def _page_keys(
     lse_ptr,
     peak_ptr,
@@ -115,7 +115,7 @@ def _narrow(keys_ptr, held, prefix, budget, SHIFT: tl.constexpr, BITS: tl.conste
     return (prefix << BITS) | digit.to(tl.uint32), budget - above
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key_row", "budget"])
 def _top_pages(
     key_ptr,
     held_ptr,
@@ -178,6 +178,7 @@ def top_pages(
         lse: fp32 [B, Hq, Nmax], Nmax at least 1, innermost dimension contiguous; past num_pages anything.
         parts: `Scan.peak` and `Scan.total` of the scan that wrote `lse`; None to normalise from `lse` itself.
     """
+    num_pages = num_pages.contiguous()
     batch, query_heads, n_max = lse.shape
     group, device = query_heads // num_kv_heads, lse.device
     peak, total = (normaliser(lse, combine),) * 2 if parts is None else parts

@@ -14,8 +14,8 @@ def combined_score(lse: torch.Tensor, num_kv_heads: int, combine: str) -> torch.
     Returns:
         fp32 [B, H, N], larger is better.
     """
-    batch, _, n = lse.shape
-    grouped = lse.view(batch, num_kv_heads, -1, n)
+    batch, heads, n = lse.shape
+    grouped = lse.view(batch, num_kv_heads, heads // num_kv_heads, n)
     if combine == "max":
         return grouped.amax(2)
     peak = grouped.amax(-1, keepdim=True)

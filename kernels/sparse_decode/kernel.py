@@ -14,7 +14,7 @@ PROGRAMS = 264
 """Programs wanted: two for every multiprocessor of an H200."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "budget"])
 def _attend_pages(
     q_ptr,
     k_ptr,
@@ -126,7 +126,10 @@ def attend_parts(
     *,
     logit_cap: float,
 ) -> Parts:
-    """Exact attention over the selected pages, in parts; arguments as `sparse_decode`, innermost dimensions contiguous."""
+    """Exact attention over the selected pages, in parts; arguments as `sparse_decode`, B at least 1, cache rows
+    without gaps."""
+    q, page_table, pages = q.contiguous(), page_table.contiguous(), pages.contiguous()
+    counts, seq_lens = counts.contiguous(), seq_lens.contiguous()
     batch, query_heads, dim = q.shape
     heads, v_dim, budget = k_cache.shape[1], v_cache.shape[2], pages.shape[2]
     group, splits = query_heads // heads, splits_for(batch, heads, budget)

@@ -11,7 +11,7 @@ from ..page_lse.kernel import N_BLOCK, TARGET, Scan, item_layout
 from .kernel import Parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "weight_row", "weight_head", "table_row", "budget"])
 def _merge_parts(
     peak_ptr,
     sum_ptr,
@@ -44,6 +44,7 @@ def _merge_parts(
     VALUE_SCALE: tl.constexpr,
     TAIL: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
     B_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
@@ -55,15 +56,20 @@ def _merge_parts(
     row = request.to(tl.int64)
     dim = tl.arange(0, DV_BLOCK)
     within = dim < DV
-    split = tl.arange(0, SPLITS)
-    slot = ((row * NUM_HEADS + head) * SPLITS + split) * GROUP + member
-    peaks = tl.load(peak_ptr + slot)
-    peak = tl.max(peaks, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    factor = tl.exp(peaks - base)
-    total = tl.sum(tl.load(sum_ptr + slot) * factor, 0)
-    parts = tl.load(part_ptr + slot[:, None] * DV + dim[None, :], mask=within[None, :], other=0.0)
-    out = tl.sum(parts * factor[:, None], 0)
+    peak = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    out = tl.zeros([DV_BLOCK], tl.float32)
+    for begin in range(0, SPLITS, SPLIT_BLOCK):
+        slot = ((row * NUM_HEADS + head) * SPLITS + begin + tl.arange(0, SPLIT_BLOCK)) * GROUP + member
+        peaks = tl.load(peak_ptr + slot)
+        new = tl.maximum(peak, tl.max(peaks, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        factor = tl.exp(peaks - base)
+        rescale = tl.exp(peak - base)
+        total = total * rescale + tl.sum(tl.load(sum_ptr + slot) * factor, 0)
+        parts = tl.load(part_ptr + slot[:, None] * DV + dim[None, :], mask=within[None, :], other=0.0)
+        out = out * rescale + tl.sum(parts * factor[:, None], 0)
+        peak = new
     query_head = head * GROUP + member
     tl.store(lse_ptr + row * NUM_HEADS * GROUP + query_head, peak + tl.log(total))
 
@@ -157,7 +163,7 @@ def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: Tail | No
             scan.tail_total,
             scan.tail_value,
             scan.weight,
-            tail.s.record,
+            tail.s.record.contiguous(),
             tail.page_table,
             tail.pages,
             tail.counts,
@@ -185,6 +191,7 @@ def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: Tail | No
         VALUE_SCALE=value_scale,
         TAIL=tail is not None,
         SPLITS=parts.splits,
+        SPLIT_BLOCK=min(16, parts.splits),
         B_BLOCK=triton.next_power_of_2(batch),
         N_BLOCK=N_BLOCK,
         TARGET=TARGET,

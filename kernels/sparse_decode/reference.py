@@ -40,5 +40,5 @@ def attend(
     logits = torch.where(live.unsqueeze(2), logits, -torch.inf)
     lse = torch.logsumexp(logits, -1)
     probability = torch.exp(logits - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
-    out = (v_scale * (probability @ v)).reshape(batch, heads, -1)
+    out = (v_scale * (probability @ v)).reshape(batch, heads, v_cache.shape[2])
     return out, lse.reshape(batch, heads)
