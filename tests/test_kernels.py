@@ -42,9 +42,7 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 LENGTHS = (1, 15, 16, 17, 0, 33, 1000)
 """Around page edges, none at all, and one that is spread over several items."""
-SHAPES = cover(
-    dim=(64, 96, 128, 256), group=(1, 3, 4, 7, 8, 16), rank=(2, 4, 8, 15), tail=("qmu", "flat", "off"), cap=(0.0, 15.0)
-)
+SHAPES = cover(dim=(64, 96, 256), group=(1, 3, 7, 16), rank=(2, 4, 8, 15), tail=("qmu", "flat", "off"), cap=(0.0, 15.0))
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:
@@ -115,8 +113,7 @@ def queries(kv: Paged, group: int, gen: torch.Generator) -> torch.Tensor:
         ("spike", 96, 4, torch.float32),
         ("low_rank", 256, 8, torch.float32),
         ("random", 64, 15, torch.float32),
-        ("rope", 64, 2, torch.bfloat16),
-        ("rope", 64, 1, torch.float32),
+        ("rope", 64, 1, torch.bfloat16),
     ],
 )
 def test_build(kind: str, dim: int, rank: int, dtype: torch.dtype) -> None:
@@ -296,8 +293,9 @@ def test_scan_keeps_small_shares_of_the_tail_in_half_precision() -> None:
 # --- select -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("combine", "group"), cover(combine=("mass", "peak", "max"), group=(1, 3, 4, 8, 16)))
-@pytest.mark.parametrize("budget", [4, 7, 40])
+@pytest.mark.parametrize(
+    ("combine", "group", "budget"), cover(combine=("mass", "peak", "max"), group=(1, 3, 4, 8, 16), budget=(4, 7, 40))
+)
 def test_select(combine: str, group: int, budget: int) -> None:
     """Exact top pages, over several blocks of keys, with pages that have no estimate, NaN and equal scores."""
     gen = generator(budget + group)
@@ -323,7 +321,7 @@ def test_select_keeps_the_order_of_preference() -> None:
 # --- attend -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dim", "group", "cap"), cover(dim=(64, 96, 128, 256), group=(1, 3, 4, 7, 8, 16), cap=(0.0, 15.0)))
+@pytest.mark.parametrize(("dim", "group", "cap"), cover(dim=(64, 96, 128, 256), group=(1, 3, 7, 16), cap=(0.0, 15.0)))
 def test_attend(dim: int, group: int, cap: float) -> None:
     """Exact attention over listed pages alone: every other slot holds NaN."""
     gen = generator(dim + group)
@@ -352,9 +350,9 @@ def test_attend(dim: int, group: int, cap: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail", "combine", "budget"), cover(tail=("qmu", "flat", "off"), combine=("mass", "peak", "max"), budget=(48, 160, 2048))
+    ("tail", "combine", "budget", "dtype"),
+    cover(tail=("qmu", "flat", "off"), combine=("mass", "peak", "max"), budget=(48, 160, 2048), dtype=DTYPES),
 )
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_step(tail: str, combine: str, budget: int, dtype: torch.dtype) -> None:
     """Scan, selection, attention and tail against fp64, each on what the step before it produced."""
     gen = generator(budget)
