@@ -5,6 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 SGLANG_VERSION ?= 0.5.23
 TESTS ?= not gpu
+# the kernels under Triton's interpreter, in a run of their own
+KERNELS ?= TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q
 # pip's bars for a person; nothing but errors in a log
 QUIET := $(shell test -t 2 || echo -qq)
 
@@ -18,11 +20,11 @@ demo: $(VENV)/.demo-$(SGLANG_VERSION) ## serve a real model with locks, chat ove
 	$(VENV)/bin/locks-sglang demo
 
 test: $(VENV)/.test-$(SGLANG_VERSION) ## run the tests; one kind: make test TESTS='not gpu and not server'
-	TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q
+	$(KERNELS)
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m '$(TESTS)'
 
 compat: ## run the tests on the oldest supported SGLang, 0.5.17
-	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='($(TESTS)) and not one_version'
+	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='($(TESTS)) and not one_version' KERNELS=
 
 lint: .venv-lint/.installed ## check style and types
 	.venv-lint/bin/ruff check .

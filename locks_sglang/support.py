@@ -229,7 +229,7 @@ _SINKS = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     Feature("MHA and GQA decoder models", "works", _TWIN),
-    Feature("page size 16, 32, 64, 128 and 256", "works", "tests/test_inprocess.py::test_page_sizes"),
+    Feature("page size 16, 32, 64, 128 and 256", "works", "tests/test_backend.py::test_page_sizes"),
     Feature("radix cache, prefix hits, node splits", "works", "tests/test_inprocess.py::test_reuse_is_exact"),
     Feature("chunked prefill", "works", _TWIN),
     Feature("mixed chunk", "dense", "tests/test_inprocess.py::test_mixed_rows_are_counted"),

@@ -101,7 +101,7 @@ def test_no_radix_cache(model_path: str) -> None:
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("page_size", [32, 256])
+@pytest.mark.parametrize("page_size", [256])
 def test_page_sizes(model_path: str, page_size: int) -> None:
     worker = Worker(
         model_path,

@@ -35,6 +35,20 @@ def document(characters: int) -> str:
     return "\n".join(topics[name] for name in sorted(topics))[:characters]
 
 
+def check_what_the_judge_asks(client: openai.OpenAI, messages: list[dict[str, str]]) -> None:
+    """The demo's judge has an answer continued from where it stands, and counts its end as a token."""
+    whole = ask(client, messages, 60, lambda done: None, past_end=True)
+    assert len(whole.tokens) == 60
+    assert not whole.ended
+    rest = ask(client, messages, 12, lambda done: None, begun="".join(whole.tokens[:12]))
+    assert rest.prompt_tokens == whole.prompt_tokens + 12
+    assert rest.tokens == whole.tokens[12:24]
+    short = ask(client, [{"role": "user", "content": "Say yes."}], 200, lambda done: None)
+    assert short.ended
+    beyond = ask(client, [{"role": "user", "content": "Say yes."}], len(short.tokens) + 1, lambda done: None, past_end=True)
+    assert beyond.tokens == [*short.tokens, "<|im_end|>"]
+
+
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_launchers_serve_multi_turn_chat(launcher: str, model_path: str, tmp_path: Path) -> None:
     """Two streamed turns over one document: the second finds the first in the cache and builds no summary for it."""
@@ -74,17 +88,8 @@ def test_launchers_serve_multi_turn_chat(launcher: str, model_path: str, tmp_pat
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Give an example."}]
         assert usages[0][1] == 0
         assert usages[1][1] >= usages[0][0] // 16 * 16
-        # The demo's judge has an answer continued from where it stands.
-        whole = ask(client, messages[:1], 60, lambda done: None, past_end=True)
-        assert len(whole.tokens) == 60
-        assert not whole.ended
-        rest = ask(client, messages[:1], 12, lambda done: None, begun="".join(whole.tokens[:12]))
-        assert rest.prompt_tokens == whole.prompt_tokens + 12
-        assert rest.tokens == whole.tokens[12:24]
-        short = ask(client, [{"role": "user", "content": "Say yes."}], 200, lambda done: None)
-        assert short.ended
-        beyond = ask(client, [{"role": "user", "content": "Say yes."}], len(short.tokens) + 1, lambda done: None, past_end=True)
-        assert beyond.tokens == [*short.tokens, "<|im_end|>"]
+        if launcher == "launch_server":
+            check_what_the_judge_asks(client, messages[:1])
         info = server_info(url)
         assert info["internal_states"][0]["locks"]["counters"]["pages_read"] > 0
     text = log.read_text()
