@@ -418,6 +418,7 @@ def test_texts_are_python_s_own() -> None:
     assert len(prose) > 400_000
 
 
+@pytest.mark.one_version
 @pytest.mark.server
 def test_mass_on_the_real_model(model_path: str, tmp_path: Path) -> None:
     """1,507 tokens, so that a partial page and a page edge lie among the late queries; every tenth layer."""
