@@ -117,12 +117,12 @@ class SummaryPool:
             return
         index = layer_id - self.first_layer
         keys, values = self._buffers(layer_id)
-        slots = token_slots(pages, PAGE_SIZE)
         if not self._centred[index]:
-            self._fix_center(index, keys[slots].float())
+            self._fix_center(index, keys[token_slots(pages, PAGE_SIZE)].float())
         if runs_kernels(keys, self.layout.head_dim, self.layout.v_head_dim, 1):
             build(keys, values, pages, self.center[index], self.record[index], self.valid[index], self.layout)
         else:
+            slots = token_slots(pages, PAGE_SIZE)
             factors = page_factors(keys[slots], values[slots], self.layout.rank, self.center[index])
             self.record[index, pages] = pack(factors, self.layout)
             self.valid[index, pages] = True

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import scenarios
@@ -14,21 +15,15 @@ from locks_sglang.dense_cpu import dense_environment
 LENGTHS = [1, 17, 300, 1500, 6000]
 NEW_TOKENS = 64
 ALL_FIT = {"LOCKS_BUDGET_TOKENS": "8192"}
+BUDGET = {"LOCKS_BUDGET_TOKENS": "512"}
+SMALL_POOL: dict[str, Any] = {"attention_backend": "locks", "max_total_tokens": 5120, "chunked_prefill_size": 512}
 
 
 @pytest.fixture(scope="module")
 def sparse(model_path: str) -> Iterator[Worker]:
     """Budget 512, chunks of 512 tokens, mixed batches, a pool of 5,120 tokens."""
-    worker = Worker(
-        model_path,
-        {"LOCKS_BUDGET_TOKENS": "512"},
-        attention_backend="locks",
-        max_total_tokens=5120,
-        chunked_prefill_size=512,
-        enable_mixed_chunk=True,
-    )
-    yield worker
-    worker.close()
+    with Worker(model_path, BUDGET, **SMALL_POOL, enable_mixed_chunk=True) as worker:
+        yield worker
 
 
 def test_sparse_reads_only_selected(sparse: Worker) -> None:
@@ -86,35 +81,14 @@ def test_memory_is_counted(sparse: Worker, model_path: str) -> None:
 
 
 def test_no_radix_cache(model_path: str) -> None:
-    worker = Worker(
-        model_path,
-        {"LOCKS_BUDGET_TOKENS": "512"},
-        attention_backend="locks",
-        max_total_tokens=5120,
-        chunked_prefill_size=512,
-        disable_radix_cache=True,
-    )
-    try:
+    with Worker(model_path, BUDGET, **SMALL_POOL, disable_radix_cache=True) as worker:
         worker.call(scenarios.no_radix_cache)
-    finally:
-        worker.close()
 
 
 @pytest.mark.one_version
-@pytest.mark.parametrize("page_size", [256])
-def test_page_sizes(model_path: str, page_size: int) -> None:
-    worker = Worker(
-        model_path,
-        {"LOCKS_BUDGET_TOKENS": "512"},
-        attention_backend="locks",
-        page_size=page_size,
-        max_total_tokens=5120,
-        chunked_prefill_size=512,
-    )
-    try:
+def test_large_pages(model_path: str) -> None:
+    with Worker(model_path, BUDGET, **SMALL_POOL, page_size=256) as worker:
         worker.call(scenarios.page_size_keeps_reuse)
-    finally:
-        worker.close()
 
 
 @pytest.fixture(scope="module")

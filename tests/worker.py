@@ -43,6 +43,12 @@ class Worker:
             raise ScenarioError(value)
         return value
 
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Stop the child."""
         self._process.kill()
