@@ -1,7 +1,9 @@
 """`LocksAttnBackend`: dense prefill by an inner backend, sparse decode by page summaries."""
 
 import logging
+from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,13 +11,19 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from .config import LoadedConfig, LocksConfig, load_config
 from .kernels.common import PAGE_SIZE
-from .kernels.locks_decode import locks_decode
-from .plan import DecodePlan, ExtendPlan, plan_decode, plan_extend
+from .kernels.common.capability import runs_kernels
+from .kernels.decode_plan import DecodeBuffers, plan_decode
+from .kernels.locks_decode import locks_decode_step
+from .kernels.sparse_decode import FlashInferDecode
+from .plan import DecodePlan, ExtendPlan, plan_extend
 from .summary_pool import SummaryPool
 from .support import (
     DENSE_BACKENDS,
     GPU_VERIFIED,
+    AttendPath,
     UnsupportedError,
+    attend_path,
+    attention_layers,
     check_arguments,
     check_layer,
     check_model,
@@ -24,6 +32,9 @@ from .support import (
 )
 
 logger = logging.getLogger(__name__)
+
+EAGER_BATCH = 64
+"""Most decode rows that FlashInfer attends for where no CUDA graph is captured; its buffers grow with it."""
 
 
 def create_backend(runner: Any) -> "LocksAttnBackend":
@@ -45,7 +56,7 @@ def create_backend(runner: Any) -> "LocksAttnBackend":
     name = dense_backend_name(runner, loaded.config)
     dense = ATTENTION_BACKENDS[name](runner)
     backend = LocksAttnBackend(runner, loaded.config, dense)
-    _log_start(loaded, name, backend.summaries)
+    _log_start(loaded, name, backend)
     if runner.device != "cpu" and verification_level(version("sglang")) != "GPU-verified":
         logger.warning(
             "locks: SGLang %s has not been verified on a GPU with this release (verified: %s)",
@@ -83,9 +94,11 @@ def dense_backend_name(runner: Any, config: LocksConfig) -> str:
     return "flashinfer"
 
 
-def _log_start(loaded: LoadedConfig, dense: str, summaries: SummaryPool) -> None:
+def _log_start(loaded: LoadedConfig, dense: str, backend: "LocksAttnBackend") -> None:
+    summaries = backend.summaries
     size = summaries.record.numel() / 2**30
     logger.info(loaded.describe())
+    logger.info("locks: decode attends with %s: %s", *backend.attend_path)
     logger.info(
         "locks: prefill on %s; summaries of %d pages x %d layers, %.3f GiB (%d bytes a page)",
         dense,
@@ -100,7 +113,8 @@ class LocksAttnBackend(AttentionBackend):
     """SGLang attention backend.
 
     Prefill, extend and mixed batches run on `dense`, and every page that such a step fills is summarised after each
-    layer's attention. Decode batches store the new token, summarise the pages that it completes, and run `locks_decode`.
+    layer's attention. Decode batches store the new token, summarise the pages that it completes, and run `locks_decode_step`,
+    eagerly or as part of a CUDA graph: all that changes between two steps lies in buffers that the plan fills before.
 
     Args:
         runner: SGLang's `ModelRunner`.
@@ -117,6 +131,21 @@ class LocksAttnBackend(AttentionBackend):
         self.summaries = SummaryPool.attach(self.kv_pool, config)
         self.counters = self.summaries.counters
         self.needs_cpu_seq_lens = True
+        self._keys = self.kv_pool.get_key_buffer(self.summaries.first_layer)
+        layer = attention_layers(runner)[0]
+        self._group = layer.tp_q_head_num // layer.tp_k_head_num
+        self._kernels = runner.dtype == self._keys.dtype and runs_kernels(
+            self._keys, layer.qk_head_dim, layer.v_head_dim, self._group
+        )
+        self.attend_path: AttendPath = attend_path(
+            self._kernels,
+            str(self._keys.dtype).removeprefix("torch."),
+            (layer.qk_head_dim, layer.v_head_dim),
+            layer.logit_cap or 0.0,
+            find_spec("flashinfer") is not None,
+        )
+        self._flashinfer: FlashInferDecode | None = None
+        self._graph_buffers: DecodeBuffers | None = None
         self._decode: DecodePlan | None = None
         self._extend: ExtendPlan | None = None
         # Requests of the last extend step and the tokens they had after it: a request that comes back with exactly that
@@ -127,7 +156,7 @@ class LocksAttnBackend(AttentionBackend):
     # --- planning -----------------------------------------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan one step. Runs on the forward stream before the first layer."""
+        """Plan one step that runs eagerly. Runs on the forward stream before the first layer."""
         mode = forward_batch.forward_mode
         self._decode = self._extend = None
         if mode.is_idle():
@@ -135,31 +164,51 @@ class LocksAttnBackend(AttentionBackend):
         if forward_batch.rids is None:
             self._plan_synthetic(forward_batch)
             return
-        self.counters.rebuilt += self.summaries.rebuild_dirty()
+        self.summaries.catch_up()
         if mode.is_decode():
-            self._plan_decode(forward_batch)
+            lengths = forward_batch.seq_lens_cpu.tolist()
+            columns = -(-max(lengths) // PAGE_SIZE)
+            buffers = DecodeBuffers.allocate(len(lengths), columns, self._keys.shape[1], self._keys.device)
+            self._plan_decode(forward_batch, lengths, buffers, dense=self.config.runs_dense(lengths))
         else:
             self.dense.init_forward_metadata(forward_batch)
             self._plan_extend(forward_batch)
 
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Plan a decode step that a CUDA graph replays or, with rows of padding alone, captures.
+
+        Runs on the forward stream, outside the graph. The graph reads nothing of SGLang's tables but what is copied here.
+        """
+        assert forward_batch.forward_mode.is_decode()  # graphs of whole prefills are refused
+        assert self._graph_buffers is not None
+        size = forward_batch.batch_size
+        buffers = self._graph_buffers.rows(size)
+        if in_capture:
+            self._plan_rows(forward_batch, [], buffers, dense=False)
+            return
+        self.summaries.catch_up()
+        lengths = forward_batch.seq_lens_cpu.tolist()[: size - forward_batch.num_padding]
+        self._plan_decode(forward_batch, lengths, buffers, dense=False)
+
     def _plan_synthetic(self, batch: Any) -> None:
-        """A batch of no request, with which SGLang warms up or captures a graph: it runs dense, builds and counts nothing.
+        """A batch of no request, with which SGLang warms up or captures a prefill graph: it runs dense, builds and counts
+        nothing.
 
         Its keys must above all not become the centre of a layer.
         """
         self.dense.init_forward_metadata(batch)
-        none = torch.empty(0, dtype=torch.int64, device=self.req_to_token.device)
+        device = self._keys.device
         if batch.forward_mode.is_decode():
-            self._decode = DecodePlan(none.int(), none, none, none, dense=True)
+            self._decode = DecodePlan(DecodeBuffers.allocate(batch.batch_size, 0, self._keys.shape[1], device), True, None)
         else:
+            none = torch.empty(0, dtype=torch.int64, device=device)
             self._extend = ExtendPlan(none, none, none)
 
-    def _plan_decode(self, batch: Any) -> None:
-        lengths = batch.seq_lens_cpu.tolist()
-        plan = plan_decode(self.req_to_token, batch.req_pool_indices, batch.seq_lens, lengths, self.config.min_context_tokens)
-        self.summaries.first_write(plan.first_written)
+    def _plan_decode(self, batch: Any, lengths: list[int], buffers: DecodeBuffers, *, dense: bool) -> None:
+        """Plan and count a decode step of requests with these lengths."""
+        self._plan_rows(batch, lengths, buffers, dense=dense)
         self.counters.decode_steps += 1
-        if plan.dense:
+        if dense:
             self.dense.init_forward_metadata(batch)
             self.counters.dense_rows["short"] += len(lengths)
         else:
@@ -167,7 +216,46 @@ class LocksAttnBackend(AttentionBackend):
             self.counters.sparse_rows += len(lengths)
             self.counters.pages_held += sum(held)
             self.counters.pages_read += sum(min(pages, self.config.budget_pages) for pages in held)
-        self._decode = plan
+        fills = sum(length % PAGE_SIZE == 0 for length in lengths)
+        self._count_built(fills)
+        if fills and not self.summaries.centred:
+            self.summaries.build_late(buffers.filled)
+
+    def _plan_rows(self, batch: Any, lengths: list[int], buffers: DecodeBuffers, *, dense: bool) -> None:
+        """Plan the rows of `buffers`: requests with these lengths, then padding."""
+        size = buffers.seq_lens.shape[0]
+        attend = None if dense else self._planned_flashinfer(lengths, size)
+        if attend is not None:
+            buffers = replace(buffers, last_page_lens=attend.last_page_lens[:size])
+        plan_decode(self.req_to_token, batch.req_pool_indices, batch.seq_lens, len(lengths), buffers, self.summaries.flags)
+        self._decode = DecodePlan(buffers, dense, attend)
+
+    def _planned_flashinfer(self, lengths: list[int], size: int) -> FlashInferDecode | None:
+        """FlashInfer, planned for these requests and padding up to `size` rows; None where the Triton kernel attends."""
+        if self.attend_path.name != "flashinfer":
+            return None
+        if self._flashinfer is None:
+            self._make_flashinfer(EAGER_BATCH)
+        if self._flashinfer is None or size > self._flashinfer.batch:
+            return None
+        counts = [min(self.config.budget_pages, -(-length // PAGE_SIZE)) for length in lengths]
+        self._flashinfer.plan((*counts, *[1] * (size - len(counts))))
+        return self._flashinfer
+
+    def _make_flashinfer(self, batch: int) -> None:
+        """Build FlashInfer's side for up to `batch` rows; where that fails the Triton kernel attends from then on."""
+        keys = self._keys
+        try:
+            self._flashinfer = FlashInferDecode(
+                batch, keys.shape[1], self._group, keys.shape[2], self.config.budget_pages, keys.dtype, keys.device
+            )
+        except (ImportError, OSError, RuntimeError) as error:
+            self.attend_path = AttendPath("triton", "FlashInfer could not build its kernel")
+            logger.warning("locks: decode attends with the Triton kernel, FlashInfer could not build its own: %s", error)
+
+    def _count_built(self, pages: int) -> None:
+        for layer_id in self.summaries.layer_ids if pages else ():
+            self.counters.built[layer_id] += pages
 
     def _plan_extend(self, batch: Any) -> None:
         extends = list(batch.extend_seq_lens_cpu)
@@ -180,7 +268,9 @@ class LocksAttnBackend(AttentionBackend):
         fresh = [i for i in prefilling if self._extending.get(requests[i]) != prefixes[i]]
         plan = plan_extend(self.req_to_token, batch.req_pool_indices, prefixes, extends, fresh)
         self.summaries.first_write(plan.first_written)
+        self.summaries.count_builds(plan.filled)
         self.summaries.count_reuse(plan.reused)
+        self._count_built(plan.filled.numel())
         self.counters.reused += plan.reused.numel()
         if len(prefilling) < len(requests):
             self.counters.dense_rows["mixed"] += len(requests) - len(prefilling)
@@ -203,7 +293,7 @@ class LocksAttnBackend(AttentionBackend):
         self._check(layer, kwargs.get("sinks"))
         out = self.dense.forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         assert self._extend is not None  # SGLang plans every step before its layers run
-        self._build(layer.layer_id, self._extend.filled)
+        self.summaries.build_centred(layer.layer_id, self._extend.filled)
         return out
 
     def forward_decode(
@@ -227,26 +317,27 @@ class LocksAttnBackend(AttentionBackend):
         self._check(layer, kwargs.get("sinks"))
         plan = self._decode
         assert plan is not None
+        buffers = plan.buffers
         if plan.dense:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-            self._build(layer.layer_id, plan.filled)
+            self.summaries.build(layer.layer_id, buffers.filled)
             return out
         if save_kv_cache and k is not None:
             self.kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        self._build(layer.layer_id, plan.filled)
-        summaries = self.summaries.layer(layer.layer_id)
-        self._count_invalid(plan, summaries.valid)
-        out = locks_decode(
+        self.summaries.build(layer.layer_id, buffers.filled)
+        step = locks_decode_step(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.kv_pool.get_key_buffer(layer.layer_id),
             self.kv_pool.get_value_buffer(layer.layer_id),
-            summaries,
-            plan.page_table,
-            plan.seq_lens,
+            self.summaries.layer(layer.layer_id),
+            buffers.page_table,
+            buffers.seq_lens,
             layer.scaling,
             self.config,
+            num_pages=buffers.num_pages,
+            attend=plan.attend,
         )
-        return out.reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        return step.out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def _check(self, layer: Any, sinks: Any) -> None:
         """Refuse what the method does not cover: a layer once, sinks, which come with the call, always."""
@@ -254,19 +345,23 @@ class LocksAttnBackend(AttentionBackend):
             check_layer(layer, sinks)
             self._checked_layers.add(layer.layer_id)
 
-    def _build(self, layer_id: int, pages: torch.Tensor) -> None:
-        self.summaries.build(layer_id, pages)
-        self.counters.built[layer_id] += pages.numel()
-
-    def _count_invalid(self, plan: DecodePlan, valid: torch.Tensor) -> None:
-        """Count complete pages that this scan meets without a valid summary."""
-        column = torch.arange(plan.page_table.shape[1], device=valid.device)
-        complete = column < (plan.seq_lens // PAGE_SIZE).unsqueeze(1)
-        physical = torch.where(complete, plan.page_table.long(), 0)
-        assert self.counters.invalid_pages is not None
-        self.counters.invalid_pages += (complete & ~valid[physical]).sum()
-
     # --- CUDA graphs --------------------------------------------------------------------------------------------------
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what decode graphs of up to `max_bs` rows read, once.
+
+        Raises:
+            UnsupportedError: a device, dtype or shape that only the torch reference takes.
+        """
+        if not self._kernels:
+            raise UnsupportedError(
+                "locks: decode in a CUDA graph needs its Triton kernels, which do not take this GPU or cache; "
+                "use --cuda-graph-backend-decode disabled"
+            )
+        columns = -(-self.req_to_token.shape[1] // PAGE_SIZE)
+        self._graph_buffers = DecodeBuffers.allocate(max_bs, columns, self._keys.shape[1], self._keys.device)
+        if self.attend_path.name == "flashinfer":
+            self._make_flashinfer(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of padded rows."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class LocksConfig:
     combine: str = _setting("mass", ", ".join(COMBINES), "how the query heads of a KV head vote for pages")
     tail_correction: str = _setting("qmu", ", ".join(TAIL_CORRECTIONS), "estimate of the pages that are not read")
     min_context_tokens: int = _setting(
-        0, "0 (never) or more", "decode dense while every request of a batch is shorter than this"
+        0, "0 (never) or more", "decode dense, and without a CUDA graph, while every request of a batch is shorter than this"
     )
     dense_backend: str = _setting(
         "auto", ", ".join(DENSE_BACKENDS), "backend for prefill; auto is what SGLang would have picked without locks"
@@ -101,6 +101,10 @@ class LocksConfig:
     def value_mean(self) -> bool:
         """Whether summaries must hold value means."""
         return self.tail_correction != "off"
+
+    def runs_dense(self, lengths: Sequence[int]) -> bool:
+        """Whether a decode batch of requests with these tokens is too short to be sparse."""
+        return max(lengths, default=self.min_context_tokens) < self.min_context_tokens
 
     @property
     def digest(self) -> str:

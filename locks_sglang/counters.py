@@ -18,7 +18,8 @@ class Counters:
         built: per layer, pages summarised because a step filled them. reused: cached prefix pages that requests started
             with. rebuilt: pages whose KV had arrived without a forward pass.
         mixed_decode_requests: ids of the decoding requests that SGLang appended to the prefill batch that is planned next.
-        invalid_pages: int64 [1] on the device, (layer, page) pairs that a scan met without a valid summary; must stay 0.
+        invalid_pages: int64 [1] on the device, (layer, complete page) pairs that a decode step met without a valid summary;
+            must stay 0.
     """
 
     decode_steps: int = 0

@@ -21,7 +21,16 @@ from typing import Any
 from . import __version__
 from .config import ConfigError, load_config
 from .packages import STACK, Problem, installed, missing_package, normalized, wanted
-from .support import END_VERSION, FIRST_VERSION, UnsupportedError, check_version, verification_level
+from .support import (
+    END_VERSION,
+    FIRST_VERSION,
+    FLASHINFER_DTYPES,
+    FLASHINFER_HEAD_DIMS,
+    UnsupportedError,
+    attend_path,
+    check_version,
+    verification_level,
+)
 
 SEAMS_TIMEOUT_S = 300
 _MARK = "locks-sglang doctor: "
@@ -52,9 +61,11 @@ def collect() -> dict[str, Any]:
         "stack": _stack(problems),
         "sglang": _sglang(problems),
         "gpus": _gpus(),
+        "attend": [],
         "entry_point": _entry_point(problems),
         "config": _config(problems),
     }
+    report["attend"] = _attend(bool(report["gpus"]), report["stack"]["flashinfer-python"] is not None)
     report["seams"] = _seams(problems) if report["sglang"]["in_range"] else []
     report["problems"] = [problem._asdict() for problem in problems]
     report["verdict"] = _verdict(report)
@@ -100,6 +111,16 @@ def _gpus() -> list[str]:
             model = None
         found.append(model.group(1).strip() if model else "NVIDIA GPU")
     return found
+
+
+def _attend(gpu: bool, flashinfer: bool) -> list[str]:
+    """What attends to the selected pages in decode, by the rule that a server starts with."""
+    usual = attend_path(gpu, FLASHINFER_DTYPES[0], (FLASHINFER_HEAD_DIMS[0],) * 2, 0.0, flashinfer)
+    if usual.name != "flashinfer":
+        return [f"{usual.name}: {usual.reason}"]
+    sizes = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+    kinds = f"{' and '.join(FLASHINFER_DTYPES)} caches of head dimension {sizes} without a soft cap"
+    return [f"flashinfer: {kinds}, if it can build its kernel", "triton: every other"]
 
 
 def _entry_point(problems: list[Problem]) -> dict[str, Any]:
@@ -233,6 +254,7 @@ def describe(report: dict[str, Any]) -> str:
     lines += [f"{name:<18}{version or 'not installed'}" for name, version in report["stack"].items()]
     lines += [f"{'supported SGLang':<18}{sglang['supported']}: {state}, {sglang['level'] or 'not installed'}"]
     lines += [f"{'GPU':<18}{line}" for line in report["gpus"] or ["none found"]]
+    lines += [f"{'decode attends by':<18}{line}" for line in report["attend"]]
     lines += [f"{'entry point':<18}{line}" for line in entry["offered"] or ["missing"]]
     lines += ["", f"configuration {config.get('digest', 'refused')}"]
     if "error" in config:

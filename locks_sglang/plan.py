@@ -1,7 +1,7 @@
-"""Per-step plan: which pages a step writes, fills and reads. Host work only; the page table is copied, never referenced.
+"""Per-step plan: which pages a step writes, fills and reads.
 
 SGLang may rewrite `req_to_token` while the forward pass of a step still runs (overlap scheduling), so everything that the
-layers need of it is copied here, before the first layer.
+layers need of it is copied before the first layer: for an extend step here, for a decode step by `kernels.decode_plan`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from .kernels.common import PAGE_SIZE
+from .kernels.decode_plan import DecodeBuffers
+from .kernels.sparse_decode import FlashInferDecode
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,13 @@ class ExtendPlan:
 class DecodePlan:
     """What the layers of one decode step need.
 
-    page_table: int32 [B, Nmax] private copy, logical to physical page; columns past a row's pages repeat its own slots
-        of `req_to_token` and are never read. seq_lens: int64 [B], the current token included. filled: int64 [m],
-        physical pages that the current token completes. dense: run the inner dense backend.
+    buffers: page table, lengths and filled pages of the step's rows. dense: run the inner dense backend. attend: FlashInfer,
+    planned for the step, where it attends.
     """
 
-    page_table: torch.Tensor
-    seq_lens: torch.Tensor
-    first_written: torch.Tensor
-    filled: torch.Tensor
+    buffers: DecodeBuffers
     dense: bool
+    attend: FlashInferDecode | None
 
 
 def plan_extend(
@@ -77,39 +76,4 @@ def plan_extend(
         first_written=pages(-(-prefix // PAGE_SIZE), -(-total // PAGE_SIZE)),
         filled=pages(prefix // PAGE_SIZE, total // PAGE_SIZE),
         reused=pages(starts, cached),
-    )
-
-
-def plan_decode(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    host_seq_lens: list[int],
-    min_context_tokens: int,
-) -> DecodePlan:
-    """Plan a decode step.
-
-    Args:
-        req_to_token, req_pool_indices: as in `plan_extend`.
-        seq_lens: int [B], on the device, the current token included.
-        host_seq_lens: the same on the host.
-        min_context_tokens: run dense while every row is shorter.
-    """
-    lengths = np.asarray(host_seq_lens, dtype=np.int64)
-    columns = -(-int(lengths.max(initial=1)) // PAGE_SIZE)
-    first_slots = req_to_token[:, : columns * PAGE_SIZE : PAGE_SIZE][req_pool_indices.long()]
-    page_table = (first_slots // PAGE_SIZE).to(torch.int32)
-    device = req_to_token.device
-
-    def current_page(chosen: np.ndarray) -> torch.Tensor:
-        picked = torch.from_numpy(np.flatnonzero(chosen)).to(device, non_blocking=True)
-        column = torch.from_numpy((lengths[chosen] - 1) // PAGE_SIZE).to(device, non_blocking=True)
-        return page_table[picked, column].long()
-
-    return DecodePlan(
-        page_table=page_table,
-        seq_lens=seq_lens.to(torch.int64, copy=True),
-        first_written=current_page(lengths % PAGE_SIZE == 1),
-        filled=current_page(lengths % PAGE_SIZE == 0),
-        dense=bool((lengths < min_context_tokens).all()),
     )

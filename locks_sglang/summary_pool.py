@@ -11,6 +11,7 @@ from .counters import Counters
 from .kernels.build_page_summaries import PageFactors, PageSummaries, RecordLayout, build, pack, page_factors, unpack
 from .kernels.common import PAGE_SIZE, token_slots
 from .kernels.common.capability import runs_kernels
+from .kernels.decode_plan import PageFlags
 
 POOL_ATTRIBUTE = "_locks_summary_pool"
 
@@ -36,9 +37,10 @@ class SummaryPool:
         valid: bool [L, N]. Cleared by the step that writes a page's first token, set by the build. Freed pages keep their
             flag: they are nobody's, and the next owner's first write clears it.
         center: fp32 [L, H, D], mean key of the first pages that the layer built; fixed from then on.
-        builds, reuses: int32 [N]: builds of the page since its first token was written, and requests that started with
-            the page in their cached prefix since then.
+        builds, reuses: int32 [N]: builds of the page that steps planned since its first token was written, and requests that
+            started with the page in their cached prefix since then.
         counters: what the backends on this pool did.
+        flags: `valid`, `builds`, `reuses` and the counter of invalid pages, as a decode step's plan takes them.
     """
 
     def __init__(self, kv_pool: object, config: LocksConfig) -> None:
@@ -57,9 +59,12 @@ class SummaryPool:
         self.center = torch.zeros(self.num_layers, heads, dim, device=device)
         self.builds = torch.zeros(self.num_pages, dtype=torch.int32, device=device)
         self.reuses = torch.zeros_like(self.builds)
-        self.counters = Counters(invalid_pages=torch.zeros(1, dtype=torch.int64, device=device))
+        invalid = torch.zeros(1, dtype=torch.int64, device=device)
+        self.counters = Counters(invalid_pages=invalid)
+        self.flags = PageFlags(self.valid, self.builds, self.reuses, invalid)
         self._centred = [False] * self.num_layers
         self._dirty: set[int] = set()
+        self._late: list[torch.Tensor] = []
         self._layers = [
             PageSummaries(self.layout, self.valid[i], self.center[i], record=self.record[i]) for i in range(self.num_layers)
         ]
@@ -107,27 +112,58 @@ class SummaryPool:
         """A request starts with these physical pages int64 [n] in its cached prefix; a page may appear more than once."""
         self.reuses.index_add_(0, pages, torch.ones_like(pages, dtype=torch.int32))
 
+    def count_builds(self, pages: torch.Tensor) -> None:
+        """These physical pages int64 [n], all different, are going to be built: see `builds`."""
+        self.builds[pages] += 1
+
+    @property
+    def centred(self) -> bool:
+        """Whether every layer has its centre."""
+        return all(self._centred)
+
     def build(self, layer_id: int, pages: torch.Tensor) -> None:
-        """Summarise complete physical pages int64 [n] of one layer from the keys in the KV pool.
+        """Summarise complete physical pages int64 [n] of one layer, -1 for none, from the keys in the KV pool.
 
         Keys are read back from the pool, not taken from the layer's arguments: rotary embedding and storing may be fused
-        upstream, and an fp8 pool rounds what it stores.
+        upstream, and an fp8 pool rounds what it stores. On kernels it can be part of a CUDA graph.
         """
-        if pages.numel() == 0:
-            return
         index = layer_id - self.first_layer
         keys, values = self._buffers(layer_id)
-        if not self._centred[index]:
-            self._fix_center(index, keys[token_slots(pages, PAGE_SIZE)].float())
         if runs_kernels(keys, self.layout.head_dim, self.layout.v_head_dim, 1):
             build(keys, values, pages, self.center[index], self.record[index], self.valid[index], self.layout)
-        else:
-            slots = token_slots(pages, PAGE_SIZE)
-            factors = page_factors(keys[slots], values[slots], self.layout.rank, self.center[index])
-            self.record[index, pages] = pack(factors, self.layout)
-            self.valid[index, pages] = True
-        if index == self.num_layers - 1:
-            self.builds[pages] += 1
+            return
+        pages = pages[pages >= 0]
+        if pages.numel() == 0:
+            return
+        slots = token_slots(pages, PAGE_SIZE)
+        factors = page_factors(keys[slots], values[slots], self.layout.rank, self.center[index])
+        self.record[index, pages] = pack(factors, self.layout)
+        self.valid[index, pages] = True
+
+    def build_centred(self, layer_id: int, pages: torch.Tensor) -> None:
+        """`build`, after fixing the layer's centre from these pages if it has none yet, which waits for the device."""
+        index = layer_id - self.first_layer
+        if not self._centred[index] and pages.numel():
+            self._fix_center(index, self._buffers(layer_id)[0][token_slots(pages, PAGE_SIZE)].float())
+        self.build(layer_id, pages)
+
+    def build_late(self, filled: torch.Tensor) -> None:
+        """Leave the pages int64 [n] that a decode step fills, -1 for none, to the next step's plan, and clear `filled`.
+
+        For layers without a centre: a CUDA graph cannot fix one, and it cannot be fixed before the keys are there. Only a
+        server whose prompts so far were all shorter than a page comes here. Until then the pages have no summary and are read.
+        """
+        self._late.append(filled.clone())
+        filled.fill_(-1)
+
+    def catch_up(self) -> None:
+        """Build what earlier steps left, and rebuild what `mark_dirty` named. Runs before a step's plan, on its stream."""
+        late, self._late = self._late, []
+        for filled in late:
+            pages = filled[filled >= 0]
+            for layer_id in self.layer_ids:
+                self.build_centred(layer_id, pages)
+        self.counters.rebuilt += self._rebuild_dirty()
 
     def _fix_center(self, index: int, k: torch.Tensor) -> None:
         """Fix the centre of a layer for good, from the ordinary ones among the first pages: k fp32 [n, P, H, D].
@@ -189,17 +225,18 @@ class SummaryPool:
     def mark_dirty(self, slots: torch.Tensor) -> None:
         """KV of these token slots int [n] arrived without a forward pass; called on the scheduler's thread.
 
-        Only a host-side set is touched here: the device flags belong to the forward stream, which `rebuild_dirty` runs on.
+        Only a host-side set is touched here: the device flags belong to the forward stream, which `catch_up` runs on.
         """
         self._dirty.update((slots.reshape(-1) // PAGE_SIZE).unique().tolist())
 
-    def rebuild_dirty(self) -> int:
-        """Rebuild every page that `mark_dirty` named; returns how many. Runs before a step's plan, on its stream."""
+    def _rebuild_dirty(self) -> int:
+        """Rebuild every page that `mark_dirty` named; returns how many."""
         if not self._dirty:
             return 0
         pages = torch.tensor(sorted(self._dirty), dtype=torch.int64, device=self.valid.device)
         self._dirty.clear()
         self.valid[:, pages] = False
+        self.count_builds(pages)
         for layer_id in self.layer_ids:
-            self.build(layer_id, pages)
+            self.build_centred(layer_id, pages)
         return pages.numel()

@@ -6,7 +6,7 @@ start with the reason and the way out. What has no test yet is refused, not trie
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .seams import version_key
 
@@ -17,6 +17,8 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 96, 128, 256)
 LARGEST_GROUP = 16
 DENSE_BACKENDS = ("flashinfer", "fa3", "triton", "torch_native")
+FLASHINFER_DTYPES = ("bfloat16", "float16")
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
 Probe = Callable[[Any], str]
 """Looks at arguments, a model runner or an attention layer; returns what it found there, "" for nothing."""
@@ -188,7 +190,8 @@ def _layer_group(layer: Any) -> str:
     return "" if good else f"{layer.tp_q_head_num} query heads, {layer.tp_k_head_num} KV heads"
 
 
-def _attention_layers(runner: Any) -> list[Any]:
+def attention_layers(runner: Any) -> list[Any]:
+    """Every `RadixAttention` of the runner's model."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
@@ -197,7 +200,7 @@ def _attention_layers(runner: Any) -> list[Any]:
 def _shapes_differ(runner: Any) -> str:
     shapes = {
         f"{layer.tp_q_head_num}/{layer.tp_k_head_num} heads of {layer.qk_head_dim}/{layer.v_head_dim}"
-        for layer in _attention_layers(runner)
+        for layer in attention_layers(runner)
     }
     return ", ".join(sorted(shapes)) if len(shapes) > 1 else ""
 
@@ -234,6 +237,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("chunked prefill", "works", _TWIN),
     Feature("mixed chunk", "dense", "tests/test_inprocess.py::test_mixed_rows_are_counted"),
     Feature("overlap scheduling", "works", _TWIN),
+    Feature("decode in CUDA graphs", "works", "tests/test_gpu_graph.py::test_replay_equals_eager"),
     Feature("abort in mid-prefill", "works", "tests/test_inprocess.py::test_abort_keeps_summaries"),
     Feature("retraction", "works", "tests/test_inprocess.py::test_retraction_keeps_summaries"),
     Feature("cache flush", "works", "tests/test_inprocess.py::test_flush_forgets"),
@@ -503,7 +507,7 @@ def check_model(runner: Any) -> None:
     for feature in FEATURES:
         if feature.model is not None and (found := feature.model(runner)):
             raise UnsupportedError(feature.message(found))
-    for layer in _attention_layers(runner):
+    for layer in attention_layers(runner):
         check_layer(layer, None)
 
 
@@ -518,6 +522,37 @@ def check_layer(layer: Any, sinks: Any) -> None:
             raise UnsupportedError(feature.message(f"layer {layer.layer_id}: {found}"))
     if sinks is not None:
         raise UnsupportedError(_SINKS.message(f"layer {layer.layer_id}"))
+
+
+class AttendPath(NamedTuple):
+    """What attends to the selected pages in decode, "flashinfer", "triton" or "reference", and why."""
+
+    name: str
+    reason: str
+
+
+def attend_path(kernels: bool, dtype: str, head_dims: tuple[int, int], logit_cap: float, importable: bool) -> AttendPath:
+    """Choose what attends to the selected pages.
+
+    Args:
+        kernels: whether this device runs the Triton kernels on this cache.
+        dtype: of queries and cache, as torch names it.
+        head_dims: of keys and values.
+        logit_cap: 0 for none.
+        importable: whether FlashInfer is installed.
+    """
+    if not kernels:
+        return AttendPath("reference", "the kernels need a GPU of compute capability 9.0 and a cache of the model's dtype")
+    if not importable:
+        return AttendPath("triton", "FlashInfer is not installed")
+    if dtype not in FLASHINFER_DTYPES:
+        return AttendPath("triton", f"FlashInfer is used for {' and '.join(FLASHINFER_DTYPES)}, not for {dtype}")
+    if head_dims[0] != head_dims[1] or head_dims[0] not in FLASHINFER_HEAD_DIMS:
+        sizes = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
+        return AttendPath("triton", f"FlashInfer is used for head dimension {sizes}, not for {head_dims[0]}/{head_dims[1]}")
+    if logit_cap:
+        return AttendPath("triton", "FlashInfer is not used with a logit soft cap")
+    return AttendPath("flashinfer", f"{dtype}, head dimension {head_dims[0]}, no soft cap")
 
 
 def in_range(version: str) -> bool:

@@ -1,27 +1,21 @@
-"""Which CUDA graphs are captured. Decode runs eagerly: this release has no form of the method that a graph could capture.
-On CPU there are no graphs at all, though SGLang 0.5.17 tries one for prefill with a backend that it does not know."""
+"""Which steps run in CUDA graphs. Decode does, but a batch that `min_context_tokens` sends to the dense backend runs eagerly:
+the graphs hold the sparse step. On CPU there are no graphs at all, though SGLang 0.5.17 tries one for prefill with a backend
+that it does not know."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
+from ..config import LocksConfig
 from ..seams import Seam, selected
 
-logger = logging.getLogger(__name__)
 
-
-def _no_capture(phase: str, runner: Any = None) -> Any:
-    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
-
-    return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0, capture_time=0)
-
-
-def skip_decode(original: Callable[..., Any], *, model_runner: Any) -> Any:
-    """Around the capture of decode graphs."""
-    if not selected(model_runner.server_args):
-        return original(model_runner=model_runner)
-    logger.info("locks: decode runs without a CUDA graph in this release")
-    return _no_capture("decode")
+def short_runs_eagerly(result: bool, graph_runner: Any, forward_batch: Any) -> bool | None:
+    """After the runner of decode graphs said whether it can run a batch."""
+    # Asked every step, so it is not the server's arguments that tell whose backend this is.
+    config = getattr(graph_runner.attn_backend, "config", None)
+    if not result or not isinstance(config, LocksConfig):
+        return None
+    return False if config.runs_dense(forward_batch.seq_lens_cpu.tolist()) else None
 
 
 def skip_prefill_on_cpu(
@@ -30,15 +24,20 @@ def skip_prefill_on_cpu(
     """Around the capture of the prefill graph."""
     if model_runner.device != "cpu" or not selected(model_runner.server_args):
         return original(model_runner=model_runner, eager_runner=eager_runner, **kwargs)
-    return _no_capture("prefill", eager_runner)
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
 
+    return GraphCapture(runner=eager_runner, memory_phase="prefill", memory_usage_gb=0, capture_time=0)
 
-_SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup."
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(_SETUP + "capture_decode_graph", "around", skip_decode, "keeps decode out of CUDA graphs"),
     Seam(
-        _SETUP + "capture_prefill_graph",
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
+        "after",
+        short_runs_eagerly,
+        "keeps short batches, which run dense, out of the decode graph",
+    ),
+    Seam(
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph",
         "around",
         skip_prefill_on_cpu,
         "captures no prefill graph on CPU",

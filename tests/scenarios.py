@@ -94,14 +94,13 @@ def twin(server: InProcessServer, lengths: list[int], new_tokens: int, together:
 def sparse_reads_only_selected(server: InProcessServer) -> dict[str, float]:
     """Poison every slot outside the selected pages of each KV head with NaN: the output of every layer is unchanged."""
     import locks_sglang.backend as module
-    from locks_sglang.kernels.locks_decode import locks_decode_step
 
-    original = module.locks_decode
+    original = module.locks_decode_step
     calls = read = 0
 
     def poisoned(q: Any, k: Any, v: Any, s: Any, table: Any, lengths: Any, scale: float, config: Any, **kw: Any) -> Any:
         nonlocal calls, read
-        step = locks_decode_step(q, k, v, s, table, lengths, scale, config, **kw)
+        step = original(q, k, v, s, table, lengths, scale, config, **kw)
         keys, values = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
         for row in range(q.shape[0]):
             for head in range(k.shape[1]):
@@ -109,17 +108,17 @@ def sparse_reads_only_selected(server: InProcessServer) -> dict[str, float]:
                 slots = (table[row, chosen].long()[:, None] * PAGE + torch.arange(PAGE, device=k.device)).flatten()
                 keys[slots, head], values[slots, head] = k[slots, head], v[slots, head]
         again = original(q, keys, values, s, table, lengths, scale, config, **kw)
-        assert torch.equal(again, step.out.to(q.dtype))
+        assert torch.equal(again.out, step.out)
         calls += 1
         read += int((step.pages >= 0).sum())
         return again
 
     before = counters(server)
-    module.locks_decode = poisoned
+    module.locks_decode_step = poisoned
     try:
         server.generate([text_tokens(server, 4000)], 4)
     finally:
-        module.locks_decode = original
+        module.locks_decode_step = original
     after = counters(server)
     assert calls >= 3 * len(server.backend.summaries.layer_ids)
     held, counted = (after[name] - before[name] for name in ("pages_held", "pages_read"))

@@ -49,13 +49,19 @@ class Bench:
             enable_memory_saver=False,
         )
         self.requests = ReqToTokenPool(size=8, max_context_len=2048, device="cpu", enable_memory_saver=False)
-        runner = SimpleNamespace(token_to_kv_pool=self.kv_pool, req_to_token_pool=self.requests, device="cpu")
-        self.config = LocksConfig(budget_tokens=budget_tokens, **settings)
-        self.backend = LocksAttnBackend(runner, self.config, TorchNativeAttnBackend(runner))
         self.layers = [
             RadixAttention(heads * group, head_dim, head_dim**-0.5, heads, layer_id=i, logit_cap=logit_cap)
             for i in range(LAYERS)
         ]
+        runner = SimpleNamespace(
+            token_to_kv_pool=self.kv_pool,
+            req_to_token_pool=self.requests,
+            device="cpu",
+            dtype=dtype,
+            model=torch.nn.ModuleList(self.layers),
+        )
+        self.config = LocksConfig(budget_tokens=budget_tokens, **settings)
+        self.backend = LocksAttnBackend(runner, self.config, TorchNativeAttnBackend(runner))
         generator = torch.Generator().manual_seed(0)
         self.keys = torch.randn(8, LAYERS, 2048, heads, head_dim, generator=generator)
         self.values = torch.randn(8, LAYERS, 2048, heads, head_dim, generator=generator)
@@ -99,6 +105,34 @@ class Bench:
             q, k, v = (torch.cat([x[r, index, p:t] for r, p, t in spans]).to(self.dtype) for x in self.tensors)
             result = self.backend.forward(q.flatten(1), k, v, layer, batch)
             out.append(result.view(-1, self.heads * self.group, self.head_dim))
+        return out
+
+    def replay(self, rows: list[int], totals: list[int], size: int, *, in_capture: bool = False) -> list[torch.Tensor]:
+        """Decode as SGLang's graph runner plans it, padded to `size` rows, with the table overwritten before the layers run."""
+        padding, table = size - len(rows), self.requests.req_to_token
+        slots = [table[r, t - 1] for r, t in zip(rows, totals, strict=True)]
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            num_padding=padding,
+            req_pool_indices=torch.tensor(rows + [0] * padding),
+            seq_lens=torch.tensor(totals + [self.backend.get_cuda_graph_seq_len_fill_value()] * padding),
+            seq_lens_cpu=torch.tensor(totals + [1] * padding),
+            out_cache_loc=torch.tensor([*slots, *[0] * padding]),
+        )
+        self.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+        self.backend.init_forward_metadata_in_graph(batch)
+        kept = table.clone()
+        table.fill_(7)
+        out = []
+        for layer in self.layers:
+            q, k, v = (
+                torch.stack([x[r, layer.layer_id, t - 1] for r, t in zip(rows, totals, strict=True)] or [x[0, 0, 0]])
+                for x in self.tensors
+            )
+            q, k, v = (torch.cat((x, x[:1].expand(size, *x.shape[1:])))[:size].to(self.dtype) for x in (q, k, v))
+            out.append(self.backend.forward(q.flatten(1), k, v, layer, batch).view(size, self.heads * self.group, -1))
+        table.copy_(kept)
         return out
 
     @property
@@ -341,3 +375,101 @@ def test_warm_up_batches_leave_no_trace() -> None:
     assert sum(summaries.counters.built.values()) == 0
     assert summaries.counters.sparse_rows == 0
     assert not summaries.counters.dense_rows
+
+
+def graph_bench(max_bs: int, **settings: Any) -> Bench:
+    """A bench whose graph buffers are allocated, as if the kernels took its CPU tensors."""
+    bench = Bench(budget_tokens=64, **settings)
+    bench.backend._kernels = True
+    bench.backend.init_cuda_graph_state(max_bs, max_bs)
+    return bench
+
+
+def test_padded_replays_are_eager_steps() -> None:
+    """Over page borders: outputs, summaries and counters of padded steps from graph buffers are those of eager ones."""
+    graph, eager = graph_bench(8), Bench(budget_tokens=64)
+    rows, lengths = [1, 4, 6], [30, 200, 47]
+    for bench in (graph, eager):
+        bench.step(rows, [0, 0, 0], lengths, ForwardMode.EXTEND)
+    buffers = graph.backend._graph_buffers
+    assert buffers is not None
+    pointers = [x.data_ptr() for x in vars(buffers).values()]
+    for _ in range(20):
+        lengths = [n + 1 for n in lengths]
+        expected = eager.step(rows, [n - 1 for n in lengths], lengths, ForwardMode.DECODE)
+        for a, b in zip(graph.replay(rows, lengths, 5), expected, strict=True):
+            # Other shapes of the same sums.
+            assert (a[:3] - b).abs().max() <= 1e-5
+    assert [x.data_ptr() for x in vars(buffers).values()] == pointers
+    for a, b in zip(*(vars(x.backend.summaries.flags).values() for x in (graph, eager)), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(graph.backend.summaries.record, eager.backend.summaries.record)
+    assert graph.backend.counters.snapshot() == eager.backend.counters.snapshot()
+    assert not graph.backend.summaries.valid[:, 0].any()
+
+
+def test_capture_leaves_no_trace() -> None:
+    """A graph is captured over rows of padding: nothing is built, counted or centred, and nothing but page 0 is written."""
+    bench = graph_bench(4)
+    before = [bench.kv_pool.get_key_buffer(layer).clone() for layer in range(LAYERS)]
+    for size in (4, 2, 1):
+        bench.replay([], [], size, in_capture=True)
+    summaries = bench.backend.summaries
+    assert not summaries.valid.any()
+    assert not summaries.centred
+    assert not summaries.builds.any()
+    assert summaries.counters.snapshot() == Bench().backend.counters.snapshot()
+    for layer in range(LAYERS):
+        assert torch.equal(bench.kv_pool.get_key_buffer(layer)[PAGE_SIZE:], before[layer][PAGE_SIZE:])
+
+
+def test_first_page_of_a_server_that_decode_fills() -> None:
+    """No layer has a centre before it: the page is read without a summary, then built, centred, by the next step's plan."""
+    bench = graph_bench(2)
+    bench.step([3], [0], [10], ForwardMode.EXTEND)
+    page = bench.requests.req_to_token[3, :1].long() // PAGE_SIZE
+    summaries = bench.backend.summaries
+    for length in range(11, 34):
+        out = bench.replay([3], [length], 2)
+        for layer in range(LAYERS):
+            truth = bench.truth(3, length - 1, layer)
+            assert (out[layer][0].double() - truth).abs().max() <= TOLERANCE[torch.float32] * truth.abs().max()
+        assert summaries.valid[:, page].all() == (length > 16)
+        assert summaries.centred == (length > 16)
+    pages = bench.complete_pages(3, 33)
+    assert summaries.verify(pages) == []
+    assert summaries.builds[pages].tolist() == [1, 1]
+    counts = bench.backend.counters.snapshot()
+    assert counts["invalid_pages"] == 0
+    assert counts["summaries_built"] == {str(layer): 2 for layer in range(LAYERS)}
+
+
+def test_late_page_of_a_finished_request() -> None:
+    """Its page is another request's by the time it would be built: the new owner's first write still clears it."""
+    bench = Bench()
+    bench.step([3], [0], [15], ForwardMode.EXTEND)
+    bench.step([3], [15], [16], ForwardMode.DECODE)
+    bench.requests.req_to_token[5, :PAGE_SIZE] = bench.requests.req_to_token[3, :PAGE_SIZE]
+    bench.step([5], [0], [12], ForwardMode.EXTEND)
+    page = int(bench.requests.req_to_token[5, 0]) // PAGE_SIZE
+    assert not bench.backend.summaries.valid[:, page].any()
+    assert bench.backend.summaries.builds[page] == 0
+
+
+def test_graphs_are_refused_without_kernels() -> None:
+    with pytest.raises(ValueError, match="--cuda-graph-backend-decode disabled"):
+        Bench().backend.init_cuda_graph_state(4, 4)
+
+
+def test_short_batches_stay_out_of_the_graph() -> None:
+    from locks_sglang.patches.graph_capture import short_runs_eagerly
+
+    bench = Bench(min_context_tokens=100)
+    runner = SimpleNamespace(attn_backend=bench.backend)
+    short, long = (SimpleNamespace(seq_lens_cpu=torch.tensor(lens)) for lens in ([99, 3], [100, 3]))
+    assert short_runs_eagerly(True, runner, short) is False
+    assert short_runs_eagerly(True, runner, long) is None
+    assert short_runs_eagerly(False, runner, short) is None
+    assert short_runs_eagerly(True, SimpleNamespace(attn_backend=bench.backend.dense), short) is None
+    assert short_runs_eagerly(True, SimpleNamespace(attn_backend=Bench().backend), short) is None
+    assert short_runs_eagerly(True, runner, SimpleNamespace(seq_lens_cpu=torch.zeros(0))) is None

@@ -37,7 +37,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"locks-sglang {__version__}"
 
 
-@pytest.mark.parametrize("command", ["doctor", "run"])
+@pytest.mark.parametrize("command", ["bench", "doctor", "run"])
 def test_options_after_a_command_are_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -50,6 +50,34 @@ def test_commands_have_a_main(command: str) -> None:
     module, _ = COMMANDS[command]
     file = Path(__file__).parents[1] / "locks_sglang" / (module.lstrip(".").replace(".", "/") + ".py")
     assert "\ndef main(" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "KERNEL"),
+        (["sort"], "invalid choice: 'sort'"),
+        (["scan", "--shapes", "4,8"], "must be KV heads,group,head dimension such as 8,4,128, got '4,8'"),
+        (["scan", "--shapes", "4,8,100"], "head dimensions 64, 96, 128, 256, got '4,8,100'"),
+        (["scan", "--contexts", "16385"], "must be a multiple of 16 tokens"),
+        (["scan", "--batches", "0"], "must be a whole number from 1 to 256, got '0'"),
+        (["select", "--budget", "many"], "must be a whole number from 3 to 65536, got 'many'"),
+        (["all", "--rank", "3"], "invalid choice: 3"),
+        (["all", "--replays", "5"], "must be a whole number from 30 to 10000"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "all", "--out", str(tmp_path / "kernels.jsonl")]) == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 one, which needs no compiler at first use; bf16, as users serve."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import scenarios
@@ -9,22 +10,33 @@ from worker import Worker
 
 pytestmark = pytest.mark.gpu
 
-GPU = {"device": "cuda", "dtype": "bfloat16", "mem_fraction_static": 0.5, "cuda_graph_backend_prefill": "disabled"}
+GPU = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "mem_fraction_static": 0.5,
+    "cuda_graph_backend_prefill": "disabled",
+    "cuda_graph_max_bs_decode": 8,  # a few sizes capture sooner
+}
+EAGER = {"cuda_graph_backend_decode": "disabled"}
 LENGTHS = [17, 300, 6000]
 NEW_TOKENS = 32
 
 
-@pytest.fixture(scope="module")
-def sparse(model_path: str) -> Iterator[Worker]:
-    worker = Worker(
+def start(model_path: str, **arguments: Any) -> Worker:
+    return Worker(
         model_path,
         {"LOCKS_BUDGET_TOKENS": "512", "LOCKS_DENSE_BACKEND": "triton"},
         attention_backend="locks",
         max_total_tokens=5120,
         chunked_prefill_size=512,
         enable_mixed_chunk=True,
-        **GPU,
+        **{**GPU, **arguments},
     )
+
+
+@pytest.fixture(scope="module", params=[{}, EAGER], ids=["graph", "eager"])
+def sparse(request: pytest.FixtureRequest, model_path: str) -> Iterator[Worker]:
+    worker = start(model_path, **request.param)
     yield worker
     worker.close()
 
@@ -39,11 +51,19 @@ def sparse(model_path: str) -> Iterator[Worker]:
         "abort_keeps_summaries",
         "mixed_rows_are_counted",
         "short_batches_run_dense",
-        "sparse_reads_only_selected",
     ],
 )
 def test_scenario(sparse: Worker, name: str) -> None:
     sparse.call(getattr(scenarios, name))
+
+
+def test_sparse_reads_only_selected(model_path: str) -> None:
+    """Eagerly, since it looks into the step."""
+    worker = start(model_path, **EAGER)
+    try:
+        worker.call(scenarios.sparse_reads_only_selected)
+    finally:
+        worker.close()
 
 
 ULP = 0.125
@@ -51,12 +71,13 @@ ULP = 0.125
 change places with the order of additions."""
 
 
-def test_dense_twin(model_path: str) -> None:
+@pytest.mark.parametrize("decode", [{}, EAGER], ids=["graph", "eager"])
+def test_dense_twin(model_path: str, decode: dict[str, str]) -> None:
     """Budget above the length: greedy tokens equal those of SGLang's Triton backend, or first differ at a tie of its logits."""
     common = {**GPU, "max_total_tokens": 12288, "chunked_prefill_size": 2048, "page_size": 16}
     runs = []
     for environment, backend in (({}, "triton"), ({"LOCKS_BUDGET_TOKENS": "8192", "LOCKS_DENSE_BACKEND": "triton"}, "locks")):
-        worker = Worker(model_path, environment, attention_backend=backend, cuda_graph_backend_decode="disabled", **common)
+        worker = Worker(model_path, environment, attention_backend=backend, **decode, **common)
         try:
             runs.append(worker.call(scenarios.greedy_with_gaps, LENGTHS, NEW_TOKENS))
         finally:

@@ -14,6 +14,8 @@ from triton.compiler import ASTSource
 
 from locks_sglang.kernels.build_page_summaries import PageSummaries, RecordLayout
 from locks_sglang.kernels.build_page_summaries import kernel as build
+from locks_sglang.kernels.decode_plan import DecodeBuffers, PageFlags
+from locks_sglang.kernels.decode_plan import kernel as plan
 from locks_sglang.kernels.page_lse import kernel as scan
 from locks_sglang.kernels.select_pages import kernel as select
 from locks_sglang.kernels.sparse_decode import Tail, merge
@@ -99,6 +101,35 @@ def launch_step(
     merge.merge_parts(attended, torch.zeros_like(q), 1.0, estimate)
 
 
+def launch_select(group: int, budget: int, combine: str) -> None:
+    """Selection by itself, which also writes FlashInfer's indices."""
+    lse, held = torch.zeros(8, 8 * group, 1000), torch.ones(8, dtype=torch.int32)
+    table, indices = torch.zeros(8, 1000, dtype=torch.int32), torch.zeros(8 * 8 * budget, dtype=torch.int32)
+    select.top_pages(lse, None, held, budget, 1, 1, 8, combine, page_table=table, indices=indices)
+
+
+def launch_plan(batch: int, layers: int, heads: int) -> None:
+    table, lens = torch.zeros(batch, 4096, dtype=torch.int32), torch.ones(batch, dtype=torch.int64)
+    flags = PageFlags(
+        torch.zeros(layers, 64, dtype=torch.bool), *torch.zeros(2, 64, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    )
+    plan.plan_on_kernels(table, lens, lens, batch, DecodeBuffers.allocate(batch, 256, heads, "cpu"), flags)
+
+
+def launch_merge(dim: int, group: int, tail: str) -> None:
+    """What FlashInfer leaves, merged with the tail."""
+    heads = 4
+    layout = RecordLayout(dim, dim, 8)
+    record = torch.zeros(2, heads, layout.record_bytes, dtype=torch.uint8)
+    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), record=record)
+    q = torch.zeros(8, heads * group, dim, dtype=torch.bfloat16)
+    table, held = torch.zeros(8, 160, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
+    scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=0.0, tail=tail)
+    parts = attend.Parts(torch.zeros(8, heads, 1, group), None, q.view(8, heads, 1, group, dim), 1)
+    pages = torch.zeros(8, heads, 128, dtype=torch.int32)
+    merge.merge_parts(parts, torch.zeros_like(q), 1.0, Tail(scores, s, table, held, pages, held))
+
+
 VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     **{f"build D={dim} R={rank}": (launch_build, (dim, rank, torch.bfloat16)) for dim, rank in ((64, 8), (128, 8), (256, 15))},
     "step D=64 G=3": (launch_step, (64, 8, 3, torch.bfloat16, "qmu", "mass", 0.0)),
@@ -106,9 +137,15 @@ VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "step D=128 G=4": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0)),
     "step D=128 G=16 capped": (launch_step, (128, 15, 16, torch.bfloat16, "flat", "max", 30.0)),
     "step D=128 G=8, one request, one head": (launch_step, (128, 8, 8, torch.bfloat16, "qmu", "mass", 0.0, 1, 1)),
+    "select with indices": (launch_select, (4, 128, "mass")),
+    "select with indices, large budget": (launch_select, (16, 4096, "peak")),
+    "plan of one row, 80 layers": (launch_plan, (1, 80, 8)),
+    "plan of 256 rows": (launch_plan, (256, 24, 2)),
+    "merge after FlashInfer": (launch_merge, (128, 8, "qmu")),
     "step D=256 G=8": (launch_step, (256, 8, 8, torch.bfloat16, "qmu", "mass", 0.0)),
 }
 KERNELS = {
+    "_plan_rows": plan,
     "_build_pages": build,
     "_scan_pages": scan,
     "_page_keys": select,
@@ -133,5 +170,5 @@ def test_no_register_spills(
             found[name] = resources(compiled(recorder.kernel, args, kwargs).asm["ptx"], tmp_path)
     with capsys.disabled():
         print(f"\n{variant}: " + ", ".join(f"{name} {registers}" for name, (registers, _) in found.items()), end=" ")
-    assert len(found) == (1 if launch is launch_build else 5)
+    assert len(found) == {launch_build: 1, launch_select: 2, launch_plan: 1, launch_merge: 2, launch_step: 5}[launch]
     assert {name: spilled for name, (_, spilled) in found.items() if spilled} == {}

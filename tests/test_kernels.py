@@ -20,6 +20,7 @@ from truth import (
     assert_selection,
     cover,
     f64,
+    fixed_point_error,
     generator,
     listed_pages,
     logit_size,
@@ -28,13 +29,19 @@ from truth import (
 
 from locks_sglang import LocksConfig
 from locks_sglang.kernels.build_page_summaries import PageSummaries, RecordLayout, build, pack, page_factors, unpack
+from locks_sglang.kernels.common import ArgumentError
 from locks_sglang.kernels.common.capability import runs_kernels
+from locks_sglang.kernels.decode_plan import DecodeBuffers, PageFlags, plan_decode
+from locks_sglang.kernels.decode_plan.reference import plan as plan_reference
 from locks_sglang.kernels.locks_decode import locks_decode_step
 from locks_sglang.kernels.page_lse import kernel as scan_kernel
 from locks_sglang.kernels.page_lse import scan
 from locks_sglang.kernels.select_pages import kernel as select_kernel
+from locks_sglang.kernels.select_pages import top_pages
 from locks_sglang.kernels.sparse_decode import kernel as attend_kernel
 from locks_sglang.kernels.sparse_decode import merge as merge_kernel
+from locks_sglang.kernels.sparse_decode.flashinfer import pseudo_pages
+from locks_sglang.kernels.sparse_decode.kernel import Parts
 from locks_sglang.ops import build_page_summaries, page_lse, select_pages, sparse_decode
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -42,12 +49,22 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 LENGTHS = (1, 15, 16, 17, 0, 33, 1000)
 """Around page edges, none at all, and one that is spread over several items."""
+SELECT_SIZES = {name: getattr(select_kernel, name) for name in ("BLOCK", "KEY_WIDTH", "WIDTH")}
+"""Those that serve."""
 SHAPES = cover(dim=(64, 96, 256), group=(1, 3, 7, 16), rank=(2, 4, 8, 15), tail=("qmu", "flat", "off"), cap=(0.0, 15.0))
 
 
 def poisoned(x: torch.Tensor) -> torch.Tensor:
     """Memory that nobody wrote, as bad as it can be."""
     return x.fill_(torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+
+def tail_error(fixed: float, tail: str) -> float:
+    """How far the scan's rounding of the queries moves an output through the tail, in largest values.
+
+    Twice as far as the logarithms of the weights, and those of "flat" are 1.5 times a log-sum-exp.
+    """
+    return {"off": 0.0, "qmu": 2.0 * fixed, "flat": 3.0 * fixed}[tail]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +79,8 @@ def small_pieces(request: pytest.FixtureRequest) -> Iterator[None]:
             return
         for module in (scan_kernel, select_kernel, merge_kernel):
             patch.setattr(module, "TARGET", 5)
-        patch.setattr(select_kernel, "WIDTH", 32)
+        for name, small in (("BLOCK", 4), ("KEY_WIDTH", 64), ("WIDTH", 32)):
+            patch.setattr(select_kernel, name, small)
         empty, empty_like = torch.empty, torch.empty_like
         patch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
         patch.setattr(torch, "empty_like", lambda *args, **kwargs: poisoned(empty_like(*args, **kwargs)))
@@ -224,13 +242,13 @@ def test_scan(dim: int, group: int, rank: int, tail: str, cap: float) -> None:
     want = truth.page_scores(
         factors_of(s), q, kv.page_table, kv.num_pages, scale, seq_lens=lens, valid=s.valid.tolist(), cap=cap
     )
-    size = logit_size(q, kv.k_cache, scale)
-    assert_close(listed(got.lse, kv), want.lse, size=size)
+    size, fixed = logit_size(q, kv.k_cache, scale), fixed_point_error(q, kv.k_cache, scale)
+    assert_close(listed(got.lse, kv), want.lse, size=size, extra=fixed)
     op = page_lse(q, s, kv.page_table, kv.num_pages, scale, seq_lens=lens, logit_cap=cap)
     assert torch.equal(op, listed(got.lse, kv))
     if tail == "off":
         return
-    assert_close(listed(got.weight, kv), want.log_weight[tail], size=size)
+    assert_close(listed(got.weight, kv), want.log_weight[tail], size=size, extra=tail_error(fixed, tail))
     # The sums of the longest request: all items of one (request, KV head) lie together, before them those of the others.
     items = -(-int(kv.num_pages.sum()) * 2 // 5)
     length = max(-(-items // scan_kernel.N_BLOCK), 1) * scan_kernel.N_BLOCK
@@ -242,7 +260,7 @@ def test_scan(dim: int, group: int, rank: int, tail: str, cap: float) -> None:
     weight = want.log_weight[tail][-1, :group, : int(kv.num_pages[-1])]
     expected = np.exp(weight - peak.max(0)[:, None]).sum(1)
     # An error of the logarithms is a relative one of their sum.
-    assert_close(summed, expected, size=(1.0 + size) * expected)
+    assert_close(summed, expected, size=(1.0 + size) * expected, extra=tail_error(fixed, tail) * expected)
     assert counts[-1] * length >= int(kv.num_pages[-1])
 
 
@@ -253,20 +271,20 @@ def test_scan_without_lengths_takes_every_page_as_whole() -> None:
     q = queries(kv, 4, gen)
     lse = page_lse(q, s, kv.page_table, kv.num_pages, 0.125)
     want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125)
-    assert_close(lse, want.lse, size=logit_size(q, kv.k_cache, 0.125))
+    assert_close(lse, want.lse, size=logit_size(q, kv.k_cache, 0.125), extra=fixed_point_error(q, kv.k_cache, 0.125))
 
 
 def test_scan_in_half_precision() -> None:
-    """Integers of the record are exact in fp16, so only the queries' own rounding is in the result."""
+    """Queries become integers as the record's levels are: only their own rounding is in the result."""
     gen = generator(6)
     kv = make_paged("rope", [200, 31], 2, 128, gen)
     s = quantised(kv, 8)
     q = queries(kv, 8, gen).half()
     got = scan(q, s, kv.page_table, kv.num_pages, 0.1, seq_lens=kv.seq_lens, logit_cap=0.0, tail="qmu")
     want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.1, seq_lens=kv.seq_lens)
-    size = logit_size(q, kv.k_cache, 0.1)
-    assert_close(listed(got.lse, kv), want.lse, size=size)
-    assert_close(listed(got.weight, kv), want.log_weight["qmu"], size=size)
+    size, fixed = logit_size(q, kv.k_cache, 0.1), fixed_point_error(q, kv.k_cache, 0.1)
+    assert_close(listed(got.lse, kv), want.lse, size=size, extra=fixed)
+    assert_close(listed(got.weight, kv), want.log_weight["qmu"], size=size, extra=fixed)
 
 
 def test_scan_keeps_small_shares_of_the_tail_in_half_precision() -> None:
@@ -318,6 +336,62 @@ def test_select_keeps_the_order_of_preference() -> None:
     assert pages.tolist() == [[[0, 1, 2, 3, 4, 5, 30, *range(50, 60), 97, 98, 99]]]
 
 
+@pytest.mark.parametrize(("combine", "budget"), [("mass", 30), ("max", 5)])
+def test_select_ties_across_blocks(combine: str, budget: int) -> None:
+    """Scores that are equal from one block to the next: the lower page wins, whatever the tie is between."""
+    n = 150
+    same, steps = torch.zeros(n), torch.arange(n) // 37
+    lse = torch.stack((same, same + torch.nan, same + torch.inf, same - torch.inf, steps)).unsqueeze(1).to(DEVICE)
+    held = torch.full((5,), n, dtype=torch.int32, device=DEVICE)
+    pages, counts = select_pages(lse, held, budget, 1, 2, num_kv_heads=1, combine=combine)
+    assert_selection(pages, counts, lse, held.tolist(), budget, 1, 2, combine)
+    lowest = [*range(budget - 2), n - 2, n - 1]
+    # The last step is two pages that are taken anyway; the one before it begins at page 111.
+    top = [0, *range(111, 111 + budget - 3), n - 2, n - 1]
+    assert pages.squeeze(1).tolist() == [lowest] * 4 + [top]
+
+
+@pytest.mark.parametrize("budget", [6, 50, 300])
+def test_select_writes_what_flashinfer_reads(budget: int) -> None:
+    """Rows without gaps by request and head, ascending logical pages through a shuffled table, the tail page last."""
+    gen = generator(budget)
+    held = torch.tensor([70, 0, 5, 141, 6], dtype=torch.int32, device=DEVICE)
+    heads, group, n_max = 3, 2, 141
+    lse = torch.randn(len(held), heads * group, n_max, generator=gen).to(DEVICE)
+    table = torch.stack([torch.randperm(900, generator=gen)[:n_max] + 1 for _ in held]).to(DEVICE, torch.int32)
+    for b, n in enumerate(held.tolist()):
+        table[b, max(n - 1, 0)] = 0
+    indices = torch.full((heads * sum(min(budget, n) for n in held.tolist()) + 9,), -7, dtype=torch.int32, device=DEVICE)
+    pages, counts = top_pages(lse, None, held, budget, 1, 1, heads, "mass", page_table=table, indices=indices)
+    alone, _ = top_pages(lse, None, held, budget, 1, 1, heads, "mass")
+    assert torch.equal(pages, alone)
+    want = []
+    for b, rows in enumerate(listed_pages(pages, counts)):
+        for h, row in enumerate(rows):
+            assert row == sorted(row)
+            assert not row or row[-1] == int(held[b]) - 1
+            want += [int(table[b, page]) * PAGE * heads + h for page in row]
+    assert indices.tolist() == want + [-7] * 9
+
+
+def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than are counted together, and more keys of them; scores of a few values only, so that thresholds tie."""
+    for name, size in SELECT_SIZES.items():
+        monkeypatch.setattr(select_kernel, name, size)
+    gen = generator(14)
+    n = 40_000
+    held = torch.tensor([n, 3000], dtype=torch.int32, device=DEVICE)
+    lse = torch.randn(2, 1, n, generator=gen).mul(20).round().div(20).to(DEVICE)
+    for budget in (128, 200):
+        pages, counts = select_pages(lse, held, budget, num_kv_heads=1, combine="max")
+        assert counts.tolist() == [budget, budget]
+        for b, length in enumerate(held.tolist()):
+            score = lse[b, 0, :length].cpu()
+            score[0] = score[-1] = torch.inf
+            best = torch.argsort(score, descending=True, stable=True)[:budget]
+            assert torch.equal(pages[b, 0].cpu().long(), best.sort().values)
+
+
 # --- attend -----------------------------------------------------------------------------------------------------------
 
 
@@ -362,8 +436,8 @@ def test_step(tail: str, combine: str, budget: int, dtype: torch.dtype) -> None:
     config = LocksConfig(budget_tokens=budget, tail_correction=tail, combine=combine)
     got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
     want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125, seq_lens=kv.seq_lens)
-    size = logit_size(q, kv.k_cache, 0.125)
-    assert_close(listed(got.scores.lse, kv), want.lse, size=size)
+    size, fixed = logit_size(q, kv.k_cache, 0.125), fixed_point_error(q, kv.k_cache, 0.125)
+    assert_close(listed(got.scores.lse, kv), want.lse, size=size, extra=fixed)
     width = got.pages.shape[2]
     assert_selection(got.pages, got.counts, got.scores.lse, kv.num_pages.tolist(), width, 1, 1, combine)
     chosen = listed_pages(got.pages, got.counts)
@@ -371,7 +445,8 @@ def test_step(tail: str, combine: str, budget: int, dtype: torch.dtype) -> None:
     if tail != "off":
         out = truth.merge_tail(out, lse, chosen, want.log_weight[tail], factors_of(s), kv.page_table)
     # Probabilities are rounded to the cache's precision before they meet the values.
-    slack = 4 * truth.ROUNDOFF[dtype] * float(kv.v_cache.nan_to_num().abs().max()) if dtype != torch.float32 else 0.0
+    slack = 4 * truth.ROUNDOFF[dtype] if dtype != torch.float32 else 0.0
+    slack = (slack + tail_error(fixed, tail)) * float(kv.v_cache.nan_to_num().abs().max())
     assert_close(got.out, out, size=output_size(size, kv.v_cache), extra=slack)
 
 
@@ -432,13 +507,14 @@ def test_step_with_the_constants_that_serve() -> None:
     s, q, config = quantised(kv, 8), queries(kv, 4, gen), LocksConfig(budget_tokens=256)
     got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
     want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125, seq_lens=kv.seq_lens)
-    size = logit_size(q, kv.k_cache, 0.125)
-    assert_close(listed(got.scores.lse, kv), want.lse, size=size)
+    size, fixed = logit_size(q, kv.k_cache, 0.125), fixed_point_error(q, kv.k_cache, 0.125)
+    assert_close(listed(got.scores.lse, kv), want.lse, size=size, extra=fixed)
     assert_selection(got.pages, got.counts, got.scores.lse, kv.num_pages.tolist(), 16, 1, 1, "mass")
     chosen = listed_pages(got.pages, got.counts)
     out, lse = truth.attention(q, kv.k_cache, kv.v_cache, kv.page_table, chosen, kv.seq_lens, 0.125)
     out = truth.merge_tail(out, lse, chosen, want.log_weight["qmu"], factors_of(s), kv.page_table)
-    assert_close(got.out, out, size=output_size(size, kv.v_cache))
+    slack = tail_error(fixed, "qmu") * float(kv.v_cache.nan_to_num().abs().max())
+    assert_close(got.out, out, size=output_size(size, kv.v_cache), extra=slack)
 
 
 def test_everything_here_runs_on_kernels() -> None:
@@ -446,3 +522,146 @@ def test_everything_here_runs_on_kernels() -> None:
     assert not runs_kernels(torch.zeros(1, 1, 64, device=DEVICE, dtype=torch.float64), 64, 64, 16)
     assert not runs_kernels(torch.zeros(1, 1, 64, device=DEVICE), 80, 64, 16)
     assert not runs_kernels(torch.zeros(1, 1, 64, device=DEVICE), 64, 64, 17)
+
+
+# --- plan of a decode step --------------------------------------------------------------------------------------------
+
+PLAN_LENGTHS = [
+    pytest.param([1, 16, 17, 15, 33, 32, 5000, 4999, 1000, 48], 7, id="mixed"),
+    pytest.param([1], 0, id="one token"),
+    pytest.param([16], 3, id="first page filled"),
+    pytest.param([2048, 2049], 0, id="page borders"),
+    pytest.param([], 5, id="padding alone"),
+]
+
+
+def plan_inputs(lengths: list[int], padding: int, layers: int = 3, heads: int = 2) -> tuple[Any, ...]:
+    """A shuffled table of more requests than the batch has, flags that say something of every page, poisoned buffers."""
+    gen = generator(len(lengths) + padding)
+    held = [-(-n // PAGE) for n in lengths]
+    pages = torch.randperm(sum(held) + 3, generator=gen) + 1
+    width = max([*held, 4]) + 2
+    req_to_token = torch.full((len(lengths) + 3, width * PAGE), 7 * PAGE + 5, dtype=torch.int32)
+    rows = torch.randperm(len(lengths) + 2, generator=gen)[: len(lengths)] + 1
+    chains = [chain.tolist() for chain in pages[: sum(held)].split(held)] if held else []
+    for row, chain in zip(rows.tolist(), chains, strict=True):
+        slots = (torch.tensor(chain)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+        req_to_token[row, : len(slots)] = slots.int()
+    # Padded rows may hold anything that can be read.
+    requests = torch.cat((rows, torch.randint(0, len(req_to_token), (padding,), generator=gen))).to(DEVICE)
+    lens = torch.cat((torch.tensor(lengths, dtype=torch.int64), torch.full((padding,), 32))).to(DEVICE)
+    buffers = DecodeBuffers(
+        poisoned(torch.zeros(len(lens), width, dtype=torch.int32)).to(DEVICE),
+        *(poisoned(torch.zeros(len(lens), dtype=kind)).to(DEVICE) for kind in (torch.int64, torch.int32, torch.int64)),
+        poisoned(torch.zeros(len(lens), heads, dtype=torch.int32)).to(DEVICE),
+    )
+    total = len(pages) + 1
+    valid = (torch.rand(layers, total, generator=gen) < 0.9).to(DEVICE)
+    counts = [torch.randint(1, 9, (total,), generator=gen).int().to(DEVICE) for _ in range(2)]
+    flags = PageFlags(valid, *counts, torch.tensor([40], device=DEVICE))
+    return req_to_token.to(DEVICE), requests, lens, buffers, flags, chains
+
+
+@pytest.mark.parametrize(("lengths", "padding"), PLAN_LENGTHS)
+def test_plan_decode(lengths: list[int], padding: int) -> None:
+    """Tables, lengths and flags, row by row; padding lies in page 0 and marks nothing."""
+    req_to_token, requests, lens, buffers, flags, chains = plan_inputs(lengths, padding)
+    valid, builds, reuses = (x.clone() for x in (flags.valid, flags.builds, flags.reuses))
+    untouched = int(buffers.page_table.max()) if buffers.page_table.numel() else 0
+    plan_decode(req_to_token, requests, lens, len(lengths), buffers, flags)
+    invalid = 40
+    for row, (length, chain) in enumerate(zip([*lengths, *[1] * padding], [*chains, *[[0]] * padding], strict=True)):
+        assert buffers.page_table[row, : len(chain)].tolist() == chain
+        assert (buffers.page_table[row, len(chain) :] == untouched).all()
+        assert buffers.seq_lens[row] == length
+        assert buffers.num_pages[row] == len(chain)
+        assert buffers.last_page_lens[row].tolist() == [(length - 1) % PAGE + 1] * 2
+        fills = row < len(lengths) and length % PAGE == 0
+        assert buffers.filled[row] == (chain[-1] if fills else -1)
+        if row >= len(lengths):
+            continue
+        if length % PAGE == 1:
+            valid[:, chain[-1]], builds[chain[-1]], reuses[chain[-1]] = False, 0, 0
+        builds[chain[-1]] += fills
+        complete = chain[: length // PAGE - fills]
+        invalid += int((~valid[:, complete]).sum())
+    assert torch.equal(flags.valid, valid)
+    assert torch.equal(flags.builds, builds)
+    assert torch.equal(flags.reuses, reuses)
+    assert flags.invalid.item() == invalid
+
+
+@pytest.mark.parametrize(("lengths", "padding"), PLAN_LENGTHS)
+def test_plan_decode_is_the_reference(lengths: list[int], padding: int) -> None:
+    """Both forms leave the same bits everywhere, in views of larger buffers too."""
+    results = []
+    for step in (plan_reference, plan_decode):
+        req_to_token, requests, lens, buffers, flags, _ = plan_inputs(lengths, padding)
+        room = len(lens) + 2
+        wide = DecodeBuffers.allocate(room, buffers.page_table.shape[1], 2, DEVICE)
+        step(req_to_token, requests, lens, len(lengths), wide.rows(len(lens)), flags)
+        results.append([*vars(wide).values(), *vars(flags).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- attention by FlashInfer ------------------------------------------------------------------------------------------
+
+
+class PagedDecode:
+    """What `FlashInferDecode` promises, in torch: pages by id in lists, planned by their counts; log-sum-exp in base 2."""
+
+    def __init__(self, counts: list[int], last_page_lens: torch.Tensor, heads: int, budget: int) -> None:
+        self.indices = poisoned(torch.zeros(sum(counts) * heads + budget, dtype=torch.int32)).to(DEVICE)
+        self.counts, self.last_page_lens, self.heads = counts, last_page_lens, heads
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sm_scale: float) -> Parts:
+        keys, values = pseudo_pages(k_cache), pseudo_pages(v_cache)
+        batch, heads, dim = len(self.counts), self.heads, q.shape[2]
+        outs, sizes, start = [], [], 0
+        for row, query in enumerate(q.view(batch * heads, -1, dim)):
+            count = self.counts[row // heads]
+            ids = self.indices[start : start + count].long()
+            start += count
+            length = max(count - 1, 0) * PAGE + int(self.last_page_lens[row // heads]) * (count > 0)
+            k, v = (x[ids].reshape(-1, dim)[:length].float() for x in (keys, values))
+            logits = query.float() @ k.T * sm_scale
+            outs.append(logits.softmax(-1) @ v)
+            sizes.append(logits.logsumexp(-1) / np.log(2.0))
+        group = q.shape[1] // heads
+        out, lse = torch.stack(outs).to(q.dtype), torch.stack(sizes)
+        return Parts(lse.view(batch, heads, 1, group), None, out.view(batch, heads, 1, group, dim), 1)
+
+
+@pytest.mark.parametrize(("tail", "group", "budget"), cover(tail=("qmu", "off"), group=(1, 3, 8), budget=(48, 2048)))
+def test_step_over_pseudo_pages(tail: str, group: int, budget: int) -> None:
+    """The selection writes lists of pseudo pages, and one normalised part merges to what the split kernel gives."""
+    gen = generator(budget + group)
+    kv = make_paged("rope", [1, 33, 700, 48, 16], 2, 64, gen)
+    s, q = quantised(kv, 8), queries(kv, group, gen)
+    config = LocksConfig(budget_tokens=budget, tail_correction=tail)
+    arguments = (q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
+    want = locks_decode_step(*arguments)
+    counts = want.counts.tolist()
+    attend = PagedDecode(counts, (kv.seq_lens - 1) % PAGE + 1, 2, budget // PAGE)
+    got = locks_decode_step(*arguments, num_pages=kv.num_pages, attend=attend)  # type: ignore[arg-type]
+    assert torch.equal(got.pages, want.pages)
+    assert torch.equal(got.counts, want.counts)
+    assert (attend.indices[2 * sum(counts) :] == torch.iinfo(torch.int32).max).all()
+    size = output_size(logit_size(q, kv.k_cache, 0.125), kv.v_cache)
+    assert_close(got.out, f64(want.out), size=size)
+
+
+def test_flashinfer_is_refused_where_it_cannot_attend() -> None:
+    gen = generator(14)
+    kv = make_paged("rope", [33], 2, 64, gen)
+    attend = PagedDecode([3], torch.ones(1), 2, 0)
+    arguments = (quantised(kv, 8), kv.page_table, kv.seq_lens, 0.125, LocksConfig())
+    with pytest.raises(ArgumentError, match="without a soft cap"):
+        locks_decode_step(
+            queries(kv, 1, gen),
+            kv.k_cache,
+            kv.v_cache,
+            *arguments,
+            logit_cap=5.0,
+            attend=attend,  # type: ignore[arg-type]
+        )

@@ -19,13 +19,13 @@ from locks_sglang import __version__
 from locks_sglang.packages import normalized
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("locks_sglang", "kernels", "patches", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("locks_sglang", "benchmarks", "kernels", "patches", "pyproject.toml", "README.md", "LICENSE")
 KEPT = re.compile(r"^(torch|torchvision|torchaudio|triton|flashinfer.*|sgl-kernel|sglang.*|transformers|numpy)$")
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 import locks_sglang
 names = [module.name for module in pkgutil.walk_packages(locks_sglang.__path__, "locks_sglang.")]
-for part in ("kernels", "patches"):
+for part in ("benchmarks", "kernels", "patches"):
     package = importlib.import_module(f"locks_sglang.{part}")
     names += [module.name for module in pkgutil.walk_packages(package.__path__, f"locks_sglang.{part}.")]
 names = [name for name in names if not name.endswith("__main__")]
@@ -40,6 +40,7 @@ def modules() -> set[str]:
     found = set()
     for folder, prefix in (
         ("locks_sglang", "locks_sglang"),
+        ("benchmarks", "locks_sglang.benchmarks"),
         ("kernels", "locks_sglang.kernels"),
         ("patches", "locks_sglang.patches"),
     ):
@@ -101,8 +102,7 @@ def built(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check"]
     run(*command, "--sdist", "--wheel", "--outdir", str(out), str(copy), cwd=out)
     (archive,) = out.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(out / "unpacked", filter="data")
+    shutil.unpack_archive(archive, out / "unpacked")
     (sources,) = (out / "unpacked").iterdir()
     run(*command, "--wheel", "--outdir", str(out / "again"), str(sources), cwd=out)
     return out
@@ -188,7 +188,7 @@ def test_import_kernels_from_the_repository_root(how: list[str], tmp_path: Path)
 
 
 def test_linked_folders_are_no_packages_of_their_own() -> None:
-    for name in ("kernels", "patches"):
+    for name in ("benchmarks", "kernels", "patches"):
         assert not (ROOT / name / "__init__.py").exists()
         assert (ROOT / "locks_sglang" / name).is_symlink()
         assert (ROOT / "locks_sglang" / name).readlink() == Path("..") / name

@@ -203,7 +203,6 @@ AROUND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         (SimpleNamespace(attention_backend="triton", prefill_attention_backend=None, decode_attention_backend=None),),
         {},
     ),
-    ("capture_decode_graph", (), {"model_runner": SimpleNamespace(server_args=torch_native())}),
     (
         "capture_prefill_graph",
         (),
@@ -249,6 +248,7 @@ def test_after_hooks_leave_other_backends_alone() -> None:
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     batch = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     assert hook("mix_with_running")(None, batch, SimpleNamespace(reqs=[])) is None
+    assert hook("can_run_graph")(True, SimpleNamespace(attn_backend=SimpleNamespace()), object()) is None
     state = SimpleNamespace(internal_state={})
     assert hook("get_internal_state")(state, batch) is None
     assert state.internal_state == {}
@@ -463,6 +463,13 @@ def test_backend_methods_in_every_release(wheel: Wheel) -> None:
 
 @pytest.mark.network
 def test_graph_capture_in_every_release(wheel: Wheel) -> None:
+    """What the hooks around capture make, and what a replayed decode step's plan reads of its batch."""
+    file = "sglang/srt/model_executor/runner/decode_cuda_graph_runner.py"
+    (view,) = [
+        node for node in ast.walk(wheel.tree(file)) if isinstance(node, ast.FunctionDef) and node.name == "build_replay_fb_view"
+    ]
+    given = {word.arg for call in ast.walk(view) if isinstance(call, ast.Call) for word in call.keywords}
+    assert {"batch_size", "forward_mode", "num_padding", "req_pool_indices", "seq_lens", "seq_lens_cpu"} <= given
     found, _ = wheel.find("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.GraphCapture")
     assert isinstance(found, ast.ClassDef)
     fields = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}

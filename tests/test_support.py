@@ -21,11 +21,13 @@ from locks_sglang.seams import version_key
 from locks_sglang.support import (
     CPU_VERIFIED,
     FEATURES,
+    FLASHINFER_HEAD_DIMS,
     GPU_VERIFIED,
     NOT_IN_EVERY_VERSION,
     PAGE_SIZES,
     Feature,
     UnsupportedError,
+    attend_path,
     check_layer,
     check_model,
     check_version,
@@ -448,3 +450,23 @@ def test_matrix_has_a_line_a_row() -> None:
     assert len(lines) == 2 + len(FEATURES)
     for feature, line in zip(FEATURES, lines[2:], strict=True):
         assert line.startswith(f"| {feature.name} | {feature.status} | ")
+
+
+def test_what_attends() -> None:
+    """FlashInfer where it can, else the Triton kernel, and without kernels the reference; each with its reason."""
+    flash = (True, "bfloat16", (128, 128), 0.0, True)
+    assert attend_path(*flash).name == "flashinfer"
+    for dim in FLASHINFER_HEAD_DIMS:
+        assert attend_path(True, "float16", (dim, dim), 0.0, True).name == "flashinfer"
+    for at, value, reason in (
+        (1, "float32", "not for float32"),
+        (1, "float8_e4m3fn", "not for float8_e4m3fn"),
+        (2, (96, 96), "not for 96/96"),
+        (2, (128, 64), "not for 128/64"),
+        (3, 30.0, "soft cap"),
+        (4, False, "not installed"),
+    ):
+        path = attend_path(*flash[:at], value, *flash[at + 1 :])
+        assert path.name == "triton"
+        assert reason in path.reason
+    assert attend_path(False, *flash[1:]).name == "reference"

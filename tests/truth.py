@@ -72,6 +72,15 @@ def logit_size(q: torch.Tensor, keys: torch.Tensor, sm_scale: float) -> float:
     return float(sm_scale * np.linalg.norm(f64(q), axis=-1).max() * norms[np.isfinite(norms)].max(initial=0.0))
 
 
+def fixed_point_error(q: torch.Tensor, keys: torch.Tensor, sm_scale: float) -> float:
+    """Most that the scan's 16-bit queries move a logit: half a unit, 1 / 65024 of a query's largest entry, at every dim.
+
+    A described key is taken as at most a tenth longer than a real one.
+    """
+    largest, norms = np.abs(f64(q)).max(), np.linalg.norm(f64(keys), axis=-1)
+    return float(1.1 * sm_scale * largest / 65024 * np.sqrt(q.shape[-1]) * norms[np.isfinite(norms)].max(initial=0.0))
+
+
 def output_size(logits: float, values: torch.Tensor) -> float:
     """`size` of an attention output: an error e of the logits moves the weights, hence the output, by 2 e max|v|."""
     v = f64(values)
@@ -256,7 +265,9 @@ def decode_record(
     coef = int8(PAGE * rank).reshape(*data.shape[:2], rank, PAGE).swapaxes(-1, -2)
     mean = int8(dim)
     values = int8(v_dim) if value_mean else None
-    scales = {"basis": bf16(rank), "coef": bf16(PAGE), "mean": bf16(1)}
+    scales = {"coef": bf16(PAGE), "basis": bf16(rank + rank % 2)}
+    assert not scales["basis"][..., rank:].any(), "padding is not zero"
+    scales |= {"basis": scales["basis"][..., :rank], "mean": bf16(1)}
     mu = mean * scales["mean"] + f64(center)
     if values is not None:
         scales["value_mean"] = bf16(1)

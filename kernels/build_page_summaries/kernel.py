@@ -1,7 +1,10 @@
-"""Triton build: one program summarises one (page, KV head) in registers.
+"""Triton build: one warp summarises one (page, KV head) in registers, so that no step of it waits at a barrier (four at
+head dimension 256).
 
-The leading left singular vectors of the centred page come from its 16 x 16 Gram matrix by Jacobi rotations in parallel
-order: row i meets row i XOR m, so m = 1 .. 15 visits every pair once a sweep, eight disjoint rotations at a time.
+The leading left singular vectors of the centred page come from its 16 x 16 Gram matrix A by Jacobi rotations in parallel
+order: column i meets column i XOR m, so m = 1 .. 15 visits every pair once a sweep, eight disjoint rotations at a time. The
+rotations act on V and on A V. Entries of V^T A V, which they are to make diagonal, are inner products of columns of the two;
+so only columns are ever turned, and they lie across the lanes of the warp.
 """
 
 import torch
@@ -11,51 +14,57 @@ import triton.language as tl
 from ..common.device import bf16_scale, round_half_even
 from .record import RecordLayout
 
-SWEEPS = 6
-"""Jacobi sweeps. Convergence is quadratic; after 6 the worst off-diagonal of a 16 x 16 matrix is at fp32 rounding."""
+SWEEPS = 8
+"""Most Jacobi sweeps. Five or six are usual, eight the most that 10,000 pages of seven kinds needed."""
+SMALL = 1e-4
+"""A sweep that met no larger entry beside the diagonal of a matrix of trace 1 is the last: what it leaves is the square of
+that, over the distance of the eigenvalues. Where those nearly coincide either direction is as good."""
 
 
 @triton.jit
-def _eigenvectors(gram, SWEEPS: tl.constexpr):
-    """Eigenvectors (columns) of a symmetric fp32 [16, 16], largest eigenvalue first."""
+def _eigenvectors(gram, R_BLOCK: tl.constexpr, SWEEPS: tl.constexpr, SMALL: tl.constexpr):
+    """Eigenvectors (columns) of the R_BLOCK largest eigenvalues of a symmetric fp32 [16, 16], largest first."""
     index = tl.arange(0, 16)
     row, col = index[:, None], index[None, :]
-    same = row == col
-    vectors = tl.where(same, 1.0, 0.0)
-    for _ in range(SWEEPS):
+    vectors = tl.where(row == col, 1.0, 0.0)
+    images = gram
+    sweep = 0
+    largest = tl.full([], float("inf"), tl.float32)
+    while (sweep < SWEEPS) & (largest > SMALL):
+        met = tl.zeros([16], tl.float32)
         for m in tl.static_range(1, 16):
-            partner_row, partner_col = row ^ m, col ^ m
-            pair = col == partner_row
-            own = tl.sum(tl.where(same, gram, 0.0), 1)
-            other = tl.sum(tl.where(pair, tl.sum(tl.where(same, gram, 0.0), 0)[None, :], 0.0), 1)
-            # Both triangles count, so that the two partners see the same number: each from its own, they would turn the same
-            # way where the values nearly coincide and only rounding is left between them.
-            off = 0.5 * (tl.sum(tl.where(pair, gram, 0.0), 1) + tl.sum(tl.where(pair, gram, 0.0), 0))
-            cosine, sine = _rotation(own, other, off, (index ^ m) > index)
-            swapped = tl.gather(gram, partner_row + tl.zeros_like(col), 0)
-            gram = cosine[:, None] * gram + sine[:, None] * swapped
-            swapped = tl.gather(gram, partner_col + tl.zeros_like(row), 1)
-            gram = cosine[None, :] * gram + sine[None, :] * swapped
-            swapped = tl.gather(vectors, partner_col + tl.zeros_like(row), 1)
-            vectors = cosine[None, :] * vectors + sine[None, :] * swapped
-    value_row = tl.sum(tl.where(same, gram, 0.0), 1)[:, None]
-    value_col = tl.sum(tl.where(same, gram, 0.0), 0)[None, :]
+            partner = index ^ m
+            partners = partner[None, :] + tl.zeros_like(row)
+            others = tl.gather(images, partners, 1)
+            own = tl.sum(vectors * images, 0)
+            off = tl.sum(vectors * others, 0)
+            met = tl.maximum(met, tl.abs(off))
+            tangent = _tangent(own, tl.gather(own, partner, 0), off)
+            # Both columns of a pair turn by what the lower one found: each by its own, they would turn the same way where the
+            # values nearly coincide and only rounding is left between them.
+            tangent = tl.gather(tangent, tl.minimum(index, partner), 0)
+            cosine = 1.0 / tl.sqrt(1.0 + tangent * tangent)
+            sine = tl.where(partner > index, -tangent, tangent) * cosine
+            images = cosine[None, :] * images + sine[None, :] * others
+            vectors = cosine[None, :] * vectors + sine[None, :] * tl.gather(vectors, partners, 1)
+        largest = tl.max(met, 0)
+        sweep += 1
+    value = tl.sum(vectors * images, 0)
+    value_row = tl.sum(tl.where(row == col, value[None, :], 0.0), 1)[:, None]
+    value_col = value[None, :]
     # Place of each eigenvalue in descending order, ties to the lower index; then its inverse, column by column.
     place = tl.sum(((value_col > value_row) | ((value_col == value_row) & (col < row))).to(tl.int32), 1)
-    source = tl.sum(tl.where(place[:, None] == col, row, 0), 0)
+    source = tl.sum(tl.where(place[:, None] == tl.arange(0, R_BLOCK)[None, :], row, 0), 0)
     return tl.gather(vectors, source[None, :] + tl.zeros_like(row), 1)
 
 
 @triton.jit
-def _rotation(own, other, off, first):
-    """Cosine and signed sine that zero `off` between an index and its partner; `first` marks the lower of the two."""
-    sign = tl.where(first, 1.0, -1.0)
+def _tangent(own, other, off):
+    """Tangent of the smaller angle that zeroes `off` between a column with `own` on the diagonal and one with `other`."""
     usable = off != 0.0
-    tau = sign * (other - own) / tl.where(usable, 2.0 * off, 1.0)
+    tau = (other - own) / tl.where(usable, 2.0 * off, 1.0)
     tangent = tl.where(tau < 0, -1.0, 1.0) / (tl.abs(tau) + tl.sqrt(1.0 + tau * tau))
-    tangent = tl.where(usable, tangent, 0.0)
-    cosine = 1.0 / tl.sqrt(1.0 + tangent * tangent)
-    return cosine, -sign * tangent * cosine
+    return tl.where(usable, tangent, 0.0)
 
 
 @triton.jit
@@ -77,6 +86,7 @@ def _build_pages(
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     R: tl.constexpr,
+    R_BLOCK: tl.constexpr,
     BASIS: tl.constexpr,
     BASIS_SCALE: tl.constexpr,
     COEF: tl.constexpr,
@@ -86,6 +96,7 @@ def _build_pages(
     VALUE: tl.constexpr,
     VALUE_SCALE: tl.constexpr,
     SWEEPS: tl.constexpr,
+    SMALL: tl.constexpr,
 ):
     page = tl.load(pages_ptr + tl.program_id(0)).to(tl.int64)
     if page < 0:
@@ -114,7 +125,7 @@ def _build_pages(
     index = token
     trace = tl.sum(tl.sum(tl.where(index[:, None] == index[None, :], gram, 0.0), 1), 0)
     gram = (gram - trace / 16.0) / tl.maximum(trace, 1e-37)
-    left = _eigenvectors(gram, SWEEPS)
+    left = _eigenvectors(gram, R_BLOCK, SWEEPS, SMALL)
     # The largest entry of a column is made positive: the same page gives the same record.
     size = tl.abs(left)
     first = tl.min(tl.where(size == tl.max(size, 0)[None, :], token[:, None], 16), 0)
@@ -124,16 +135,17 @@ def _build_pages(
     basis_low = tl.dot(tl.trans(left), low, input_precision="ieee")
     basis_high = tl.dot(tl.trans(left), high, input_precision="ieee")
     norm = tl.sqrt(tl.sum(basis_low * basis_low, 1) + tl.sum(basis_high * basis_high, 1))
-    used = tl.maximum(norm, 1.1754944e-38)
-    basis_low = tl.div_rn(basis_low, used[:, None] + tl.zeros_like(basis_low))
-    basis_high = tl.div_rn(basis_high, used[:, None] + tl.zeros_like(basis_high))
-    column = tl.arange(0, 16)
+    inverse = 1.0 / tl.maximum(norm, 1.1754944e-38)
+    basis_low *= inverse[:, None]
+    basis_high *= inverse[:, None]
+    column = tl.arange(0, R_BLOCK)
     kept = column < R
     largest = tl.maximum(tl.max(tl.abs(basis_low), 1), tl.max(tl.abs(basis_high), 1))
     bits, divisor, _ = bf16_scale(largest, largest >= 0.0, 7)
     tl.store(scales + BASIS_SCALE // 2 + column, bits, mask=kept)
-    low_level = round_half_even(tl.div_rn(basis_low, divisor[:, None] + tl.zeros_like(basis_low)))
-    high_level = round_half_even(tl.div_rn(basis_high, divisor[:, None] + tl.zeros_like(basis_high)))
+    inverse = 1.0 / divisor
+    low_level = round_half_even(basis_low * inverse[:, None])
+    high_level = round_half_even(basis_high * inverse[:, None])
     low_level = tl.minimum(tl.maximum(low_level, -7.0), 7.0).to(tl.int32) + 8
     high_level = tl.minimum(tl.maximum(high_level, -7.0), 7.0).to(tl.int32) + 8
     tl.store(
@@ -214,8 +226,10 @@ def build(
         NUM_HEADS=heads,
         HALF_BLOCK=max(16, half),
         DV_BLOCK=triton.next_power_of_2(layout.v_head_dim),
+        R_BLOCK=triton.next_power_of_2(layout.rank),
         SWEEPS=SWEEPS,
+        SMALL=SMALL,
         **layout.constants,
-        num_warps=2 if half <= 64 else 8,
+        num_warps=1 if half <= 64 else 4,  # one warp cannot hold a page of 256 dimensions
         maxnreg=255,  # left alone, the assembler aims for 168 registers and spills a few bytes
     )

@@ -7,12 +7,13 @@ that a GPU reads it in whole sectors:
     coef         int8  [R, P]
     mean         int8  [D]        key mean less the layer's centre
     value mean   int8  [Dv]       only with `value_mean`
-    basis scale  bf16  [R]        one a column
     coef scale   bf16  [P]        one a token
+    basis scale  bf16  [R]        one a column; a zero follows where R is odd
     mean scale   bf16  [1]
     value scale  bf16  [1]        only with `value_mean`
 
-The scales come last, so that at the usual head dimensions every long section starts on 16 bytes.
+The scales come last, so that at the usual head dimensions every long section starts on 16 bytes; where D is a multiple of 8 the
+coefficients, their scales and the pair of the last two start on 4 bytes and can be read as words.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class RecordLayout:
         sizes = {"basis": self.rank * self.head_dim // 2, "coef": PAGE_SIZE * self.rank, "mean": self.head_dim}
         if self.value_mean:
             sizes["value_mean"] = self.v_head_dim
-        sizes |= {"basis_scale": 2 * self.rank, "coef_scale": 2 * PAGE_SIZE, "mean_scale": 2}
+        sizes |= {"coef_scale": 2 * PAGE_SIZE, "basis_scale": 2 * (self.rank + self.rank % 2), "mean_scale": 2}
         if self.value_mean:
             sizes["value_scale"] = 2
         offsets, at = {}, 0
@@ -124,7 +125,7 @@ def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
     mean, mean_scale = quantize(factors.mean, -1, 127)
     parts = {
         "basis": (nibbles[..., :half] | (nibbles[..., half:] << 4)).flatten(-2),
-        "basis_scale": _bytes_of(basis_scale),
+        "basis_scale": _bytes_of(torch.nn.functional.pad(basis_scale, (0, layout.rank % 2))),
         "coef": _bytes_of(coef.to(torch.int8).transpose(-1, -2)).flatten(-2),
         "coef_scale": _bytes_of(coef_scale),
         "mean": _bytes_of(mean.to(torch.int8)),
@@ -157,7 +158,7 @@ def unpack(record: torch.Tensor, layout: RecordLayout) -> PageFactors:
     lead = record.shape[:-1]
     packed = section("basis").view(*lead, layout.rank, layout.head_dim // 2)
     columns = torch.cat((packed & 15, packed >> 4), -1).float() - 8.0
-    basis = (columns * bf16("basis_scale").unsqueeze(-1)).transpose(-1, -2)
+    basis = (columns * bf16("basis_scale")[..., : layout.rank, None]).transpose(-1, -2)
     coef = int8("coef").view(*lead, layout.rank, PAGE_SIZE).transpose(-1, -2) * bf16("coef_scale").unsqueeze(-1)
     mean = int8("mean") * bf16("mean_scale")
     value_mean = int8("value_mean") * bf16("value_scale") if layout.value_mean else None

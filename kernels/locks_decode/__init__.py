@@ -1,12 +1,13 @@
 """The whole decode step."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ..build_page_summaries import PageSummaries
-from ..common import check_attention_args, require
+from ..common import check_attention_args, check_page_table, require
 from ..common.capability import runs_kernels, takes_cache
+from ..sparse_decode import FlashInferDecode
 from .kernel import step_on_kernels
 from .reference import DecodeStep, merge_tail, step
 
@@ -43,8 +44,14 @@ def locks_decode_step(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    num_pages: torch.Tensor | None = None,
+    attend: FlashInferDecode | None = None,
 ) -> DecodeStep:
-    """`locks_decode` that also returns which pages were read and the scores; arguments as there."""
+    """`locks_decode` that also returns which pages were read and the scores; arguments as there, and for a planned step:
+
+    num_pages: int32 [B], pages of each request, where they are known: fewer launches a layer.
+    attend: FlashInfer, planned for min(budget, pages) of each row, to attend in the Triton kernel's place.
+    """
     check_attention_args(q, k_cache, v_cache, page_table, seq_lens, logit_cap)
     require(
         s.num_kv_heads == k_cache.shape[1] and s.layout.head_dim == q.shape[2],
@@ -62,26 +69,29 @@ def locks_decode_step(
         config.tail_correction == "off" or s.layout.v_head_dim == v_cache.shape[2],
         f"the summaries hold value means of Dv={s.layout.v_head_dim} but v_cache has Dv={v_cache.shape[2]}",
     )
+    if num_pages is not None:
+        check_page_table(page_table, num_pages, q.shape[0], "num_pages")
     group = q.shape[1] // k_cache.shape[1]
     fits = s.record is not None and page_table.shape[1] > 0 and takes_cache(q, k_cache, v_cache)
     fits = fits and runs_kernels(q, q.shape[2], v_cache.shape[2], group)
-    return (step_on_kernels if fits else step)(
-        q,
-        k_cache,
-        v_cache,
-        s,
-        page_table,
-        seq_lens,
-        sm_scale,
-        budget_pages=config.budget_pages,
-        sink_pages=config.sink_pages,
-        recent_pages=config.recent_pages,
-        combine=config.combine,
-        tail_correction=config.tail_correction,
-        logit_cap=logit_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
+    require(
+        attend is None or (fits and logit_cap == 0.0 and k_cache.is_contiguous() and v_cache.is_contiguous()),
+        "FlashInfer attends to contiguous caches without a soft cap, where the other steps run on Triton kernels",
     )
+    arguments = (q, k_cache, v_cache, s, page_table, seq_lens, sm_scale)
+    settings: dict[str, Any] = {
+        "budget_pages": config.budget_pages,
+        "sink_pages": config.sink_pages,
+        "recent_pages": config.recent_pages,
+        "combine": config.combine,
+        "tail_correction": config.tail_correction,
+        "logit_cap": logit_cap,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+    }
+    if fits:
+        return step_on_kernels(*arguments, **settings, num_pages=num_pages, attend=attend)
+    return step(*arguments, **settings)
 
 
 def locks_decode(

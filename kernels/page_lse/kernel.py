@@ -3,6 +3,11 @@
 Work is cut into items, each a run of pages of one (request, KV head), so that one long request among short ones is spread
 over the whole device. How long an item is follows from the live lengths alone; a fixed number of programs takes the items
 in turn.
+
+The levels of a record meet the queries on integer tensor cores, as they are stored: a query is taken as 16-bit fixed point
+relative to its largest entry, in two bytes that stand in two columns. Products are then exact, and a level costs a fraction of
+an instruction to unpack. Pages lie along the lanes and the tokens of a page within one, so that its log-sum-exp needs no
+exchange. Everything is in base 2 until it is stored.
 """
 
 from dataclasses import dataclass
@@ -12,10 +17,10 @@ import triton
 import triton.language as tl
 
 from ..build_page_summaries import PageSummaries
-from ..common.device import soft_cap
+from ..common.device import round_half_even, soft_cap
 
 TARGET = 528
-"""Items of a scan: four for every multiprocessor of an H200, so that the last ones to finish are short."""
+"""Items of a scan: four for every multiprocessor of an H200, as many as programs of two warps fit there."""
 N_BLOCK = 16
 """Pages that a program takes in one step."""
 TAILS = ("off", "qmu", "flat")
@@ -45,6 +50,37 @@ def item_place(item, count, ends, B_BLOCK: tl.constexpr):
     items = tl.sum(tl.where(row == request, count, 0), 0)
     within = item - start
     return request, within // items, within % items, items
+
+
+@triton.jit
+def _fixed_point(x, unit, part):
+    """x / unit, a whole number below 2^15 in size once rounded, as int8: its upper byte where part is 0, else its lower one."""
+    whole = round_half_even(tl.div_rn(x, unit + tl.zeros_like(x)))
+    # Ties go up, so that the lower byte is never 128.
+    upper = round_half_even((whole + 0.25) * 0.00390625)
+    return tl.where(part == 0, upper, whole - 256.0 * upper).to(tl.int8)
+
+
+@triton.jit
+def _load(at, within, WHOLE: tl.constexpr):
+    """What stands at `at` where it lies within the record's section; without a mask where the whole block does."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=within, other=0)
+
+
+@triton.jit
+def _joined(x, ROWS: tl.constexpr, G_BLOCK: tl.constexpr):
+    """Products with both bytes of every query, int32 [ROWS, 2 G], as fp32 [ROWS, G]."""
+    upper, lower = tl.split(tl.reshape(x, [ROWS, G_BLOCK, 2]))
+    return (upper * 256 + lower).to(tl.float32)
+
+
+@triton.jit
+def _token_logits(spread, words, HIGH: tl.constexpr, offset):
+    """Logits of one token of every word from its unscaled spread, with the bf16 scale in the high or low half of `words`."""
+    scale = (words & -65536 if HIGH else words << 16).to(tl.float32, bitcast=True)
+    return spread * scale[:, None, :] + offset
 
 
 @triton.jit(do_not_specialize=["batch", "table_row", "lse_row", "lse_head"])
@@ -80,6 +116,7 @@ def _scan_pages(
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     R: tl.constexpr,
+    R_BLOCK: tl.constexpr,
     BASIS: tl.constexpr,
     BASIS_SCALE: tl.constexpr,
     COEF: tl.constexpr,
@@ -95,119 +132,165 @@ def _scan_pages(
     N_BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
 ):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    LN2: tl.constexpr = 0.6931471805599453
+    if TAIL > 0:
+        tl.static_assert(VALUE_SCALE == MEAN_SCALE + 2)  # read as one word
     pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
     row = tl.arange(0, B_BLOCK)
     group = tl.arange(0, G_BLOCK)
     half = tl.arange(0, HALF_BLOCK)
     inside = half < D // 2
-    token = tl.arange(0, 16)
+    column = tl.arange(0, R_BLOCK)
+    kept = column < R
     dim = tl.arange(0, DV_BLOCK)
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         held = tl.sum(tl.where(row == request, pages, 0), 0)
         row64 = request.to(tl.int64)
-        query = q_ptr + row64 * q_row + (head * GROUP + group)[None, :] * q_head + half[:, None]
-        q_mask = inside[:, None] & (group < GROUP)[None, :]
-        q_low = tl.load(query, mask=q_mask, other=0.0)
-        q_high = tl.load(query + D // 2, mask=q_mask, other=0.0)
+        byte = tl.arange(0, 2 * G_BLOCK)
+        query = q_ptr + row64 * q_row + (head * GROUP + byte // 2)[None, :] * q_head + half[:, None]
+        q_mask = inside[:, None] & (byte // 2 < GROUP)[None, :]
+        low = tl.load(query, mask=q_mask, other=0.0).to(tl.float32)
+        high = tl.load(query + D // 2, mask=q_mask, other=0.0).to(tl.float32)
+        unit = tl.maximum(tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)) / 32512.0, 1e-30)
+        q_low = _fixed_point(low, unit[None, :], (byte % 2)[None, :])
+        q_high = _fixed_point(high, unit[None, :], (byte % 2)[None, :])
         center = center_ptr + head * D + half
-        center_low = tl.load(center, mask=inside, other=0.0)
-        center_high = tl.load(center + D // 2, mask=inside, other=0.0)
-        q_center = tl.sum(center_low[:, None] * q_low.to(tl.float32), 0)
-        q_center += tl.sum(center_high[:, None] * q_high.to(tl.float32), 0)
+        q_center = tl.sum(tl.load(center, mask=inside, other=0.0)[:, None] * low, 0)
+        q_center += tl.sum(tl.load(center + D // 2, mask=inside, other=0.0)[:, None] * high, 0)
+        q_center, _ = tl.split(tl.reshape(q_center * (sm_scale * LOG2E), [G_BLOCK, 2]))
+        unit, _ = tl.split(tl.reshape(unit * (sm_scale * LOG2E), [G_BLOCK, 2]))
+        # Levels of the low dims are stored with 8 added.
+        excess = 8 * tl.sum(q_low.to(tl.int32), 0)
 
-        peak = tl.full([G_BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([G_BLOCK], tl.float32)
+        end = tl.minimum(number * length + length, held)
+        complete = end
+        if PARTIAL:
+            complete = tl.minimum(end, (tl.load(lens_ptr + request) // 16).to(tl.int32))
+        peak = tl.full([G_BLOCK, N_BLOCK], float("-inf"), tl.float32)
+        total = tl.zeros([G_BLOCK, N_BLOCK], tl.float32)
         tail_peak = tl.full([G_BLOCK], float("-inf"), tl.float32)
         tail_total = tl.zeros([G_BLOCK], tl.float32)
-        tail_value = tl.zeros([G_BLOCK, DV_BLOCK], tl.float32)
+        tail_value = tl.zeros([DV_BLOCK, G_BLOCK], tl.float32)
         first = number * length
-        for begin in range(first, tl.minimum(first + length, held), N_BLOCK):
+        table = table_ptr + row64 * table_row
+        # Pages are looked up one step ahead, so that it is known where their records lie when a step begins. Behind the last
+        # one stands page 0, whose record is there to be read and never counts.
+        logical = first + tl.arange(0, N_BLOCK)
+        following = tl.load(table + logical, mask=logical < end, other=0)
+        for begin in tl.range(first, end, N_BLOCK, num_stages=1):
             logical = begin + tl.arange(0, N_BLOCK)
-            live = logical < held
-            physical = tl.load(table_ptr + row64 * table_row + logical, mask=live, other=0).to(tl.int64)
-            scored = live & (tl.load(valid_ptr + physical, mask=live, other=0) != 0)
-            if PARTIAL:
-                scored = scored & ((logical + 1) * 16 <= tl.load(lens_ptr + request).to(tl.int32))
+            physical = following.to(tl.int64)
+            following = tl.load(table + logical + N_BLOCK, mask=logical + N_BLOCK < end, other=0)
+            scored = (logical < complete) & (tl.load(valid_ptr + physical) != 0)
             record = record_ptr + (physical * NUM_HEADS + head) * RECORD
-            scales = record.to(tl.pointer_type(tl.bfloat16))
             levels = record.to(tl.pointer_type(tl.int8))
+            words = record.to(tl.pointer_type(tl.int32))
+
+            at = (record[:, None] + (BASIS + column * (D // 2))[None, :])[:, :, None] + half[None, None, :]
+            within = kept[None, :, None] & inside[None, None, :]
+            packed = _load(at, within, R_BLOCK == R and HALF_BLOCK == D // 2)
+            packed = tl.reshape(packed, [N_BLOCK * R_BLOCK, HALF_BLOCK])
+            # Upper nibbles stay where they are, sixteen times too large; flipping their top bit takes off the 8 added to them.
+            spread = tl.dot(((packed & 0xF0) ^ 0x80).to(tl.int8, bitcast=True), q_high, out_dtype=tl.int32)
+            spread = (spread >> 4) - excess[None, :]
+            spread = tl.dot((packed & 15).to(tl.int8, bitcast=True), q_low, spread, out_dtype=tl.int32)
+            at = record.to(tl.pointer_type(tl.bfloat16))[:, None] + (BASIS_SCALE // 2 + column)[None, :]
+            basis_scale = _load(at, kept[None, :], R_BLOCK == R).to(tl.float32)
+            spread = tl.reshape(_joined(spread, N_BLOCK * R_BLOCK, G_BLOCK), [N_BLOCK, R_BLOCK, G_BLOCK])
+            spread = tl.permute(spread * (basis_scale[:, :, None] * unit[None, None, :]), [1, 2, 0])[:, None, :, :]
 
             at = levels[:, None] + (MEAN + half)[None, :]
-            mask = scored[:, None] & inside[None, :]
-            mean_low = tl.load(at, mask=mask, other=0).to(q_low.dtype)
-            mean_high = tl.load(at + D // 2, mask=mask, other=0).to(q_low.dtype)
-            offset = tl.dot(mean_high, q_high, tl.dot(mean_low, q_low, input_precision="ieee"), input_precision="ieee")
-            mean_scale = tl.load(scales + MEAN_SCALE // 2, mask=scored, other=0.0).to(tl.float32)
-            offset = offset * mean_scale[:, None] + q_center[None, :]
+            offset = tl.dot(_load(at, inside[None, :], HALF_BLOCK == D // 2), q_low, out_dtype=tl.int32)
+            mean_high = _load(at + D // 2, inside[None, :], HALF_BLOCK == D // 2)
+            offset = tl.dot(mean_high, q_high, offset, out_dtype=tl.int32)
+            mean_scale = (tl.load(words + MEAN_SCALE // 4) << 16).to(tl.float32, bitcast=True)
+            offset = _joined(offset, N_BLOCK, G_BLOCK) * (mean_scale[:, None] * unit[None, :]) + q_center[None, :]
+            offset = tl.trans(offset)
 
-            spread = tl.zeros([N_BLOCK, 16, G_BLOCK], tl.float32)
-            for r in range(R):
-                packed = tl.load(record[:, None] + (BASIS + r * (D // 2) + half)[None, :], mask=mask, other=0x88).to(tl.int32)
-                low = ((packed & 15) - 8).to(q_low.dtype)
-                high = ((packed >> 4) - 8).to(q_low.dtype)
-                projected = tl.dot(high, q_high, tl.dot(low, q_low, input_precision="ieee"), input_precision="ieee")
-                basis_scale = tl.load(scales + BASIS_SCALE // 2 + r, mask=scored, other=0.0).to(tl.float32)
-                projected *= basis_scale[:, None]
-                coef = tl.load(levels[:, None] + (COEF + r * 16 + token)[None, :], mask=scored[:, None], other=0)
-                spread += coef.to(tl.float32)[:, :, None] * projected[:, None, :]
-            coef_scale = tl.load(scales[:, None] + (COEF_SCALE // 2 + token)[None, :], mask=scored[:, None], other=0.0)
-            logits = (spread * coef_scale.to(tl.float32)[:, :, None] + offset[:, None, :]) * sm_scale
-            if CAPPED:
-                logits = soft_cap(logits, logit_cap)
-            top = tl.max(logits, 1)
-            lse = top + tl.log(tl.sum(tl.exp(logits - top[:, None, :]), 1))
+            # Coefficients of four tokens are a word. Half of the words at a time: all logits at once would fill the registers.
+            shift = offset[None, :, :]
+            top = tl.full([G_BLOCK, N_BLOCK], float("-inf"), tl.float32)
+            mass = tl.zeros([G_BLOCK, N_BLOCK], tl.float32)
+            for part in tl.static_range(2):
+                word = 2 * part + tl.arange(0, 2)
+                at = (words[:, None] + (COEF // 4 + column * 4)[None, :])[:, :, None] + word[None, None, :]
+                coef = tl.permute(_load(at, kept[None, :, None], R_BLOCK == R), [1, 2, 0])
+                at = words[:, None] + (COEF_SCALE // 4 + 2 * word)[None, :]
+                front, back = tl.trans(tl.load(at)), tl.trans(tl.load(at + 1))
+                first_token = tl.sum(((coef << 24) >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
+                first_token = _token_logits(first_token, front, False, shift)
+                second = tl.sum(((coef << 16) >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
+                second = _token_logits(second, front, True, shift)
+                third = tl.sum(((coef << 8) >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
+                third = _token_logits(third, back, False, shift)
+                fourth = tl.sum((coef >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
+                fourth = _token_logits(fourth, back, True, shift)
+                if CAPPED:
+                    first_token, second = soft_cap(first_token, logit_cap * LOG2E), soft_cap(second, logit_cap * LOG2E)
+                    third, fourth = soft_cap(third, logit_cap * LOG2E), soft_cap(fourth, logit_cap * LOG2E)
+                new = tl.maximum(top, tl.max(tl.maximum(tl.maximum(first_token, second), tl.maximum(third, fourth)), 0))
+                base = new[None, :, :]
+                more = (tl.exp2(first_token - base) + tl.exp2(second - base)) + (tl.exp2(third - base) + tl.exp2(fourth - base))
+                mass = mass * tl.exp2(top - new) + tl.sum(more, 0)
+                top = new
+            lse = top + tl.log2(mass)
             # A record with a NaN scale gives NaN: no estimate for that page alone, and no part in any sum.
-            counted = scored[:, None] & (tl.abs(lse) < float("inf"))
-            written = tl.where(scored[:, None], lse, float("inf"))
-            plane = row64 * lse_row + (head * GROUP + group)[None, :] * lse_head + logical[:, None]
-            shown = live[:, None] & (group < GROUP)[None, :]
-            tl.store(lse_ptr + plane, written, mask=shown)
+            counted = scored[None, :] & (tl.abs(lse) < float("inf"))
+            plane = row64 * lse_row + (head * GROUP + group)[:, None] * lse_head + logical[None, :]
+            shown = (logical < end)[None, :] & (group < GROUP)[:, None]
+            tl.store(lse_ptr + plane, tl.where(scored[None, :], lse * LN2, float("inf")), mask=shown)
 
-            new = tl.maximum(peak, tl.max(tl.where(counted, lse, float("-inf")), 0))
+            known = tl.where(counted, lse, float("-inf"))
+            new = tl.maximum(peak, known)
             base = tl.where(new == float("-inf"), 0.0, new)
-            mass = tl.where(counted, tl.exp(lse - base[None, :]), 0.0)
-            total = total * tl.exp(peak - base) + tl.sum(mass, 0)
+            total = total * tl.exp2(peak - base) + tl.exp2(known - base)
             peak = new
 
             if TAIL > 0:
                 if TAIL == 1:
-                    flat = offset * sm_scale
+                    weight = offset
                     if CAPPED:
-                        flat = soft_cap(flat, logit_cap)
-                    weight = flat + 2.772588722239781
+                        weight = soft_cap(weight, logit_cap * LOG2E)
+                    weight += 4.0
                 else:
-                    weight = lse + 0.5 * (lse - 2.772588722239781 - top)
+                    weight = lse + 0.5 * (lse - 4.0 - top)
                 weight = tl.where(counted, weight, float("-inf"))
-                tl.store(weight_ptr + plane, weight, mask=shown)
-                new = tl.maximum(tail_peak, tl.max(weight, 0))
+                tl.store(weight_ptr + plane, weight * LN2, mask=shown)
+                new = tl.maximum(tail_peak, tl.max(weight, 1))
                 base = tl.where(new == float("-inf"), 0.0, new)
-                rescale = tl.exp(tail_peak - base)
-                weight = tl.exp(weight - base[None, :])
-                tail_total = tail_total * rescale + tl.sum(weight, 0)
+                rescale = tl.exp2(tail_peak - base)
+                weight = tl.exp2(weight - base[:, None])
+                tail_total = tail_total * rescale + tl.sum(weight, 1)
                 tail_peak = new
-                value_scale = tl.load(scales + VALUE_SCALE // 2, mask=scored, other=0.0).to(tl.float32)
-                value_scale = tl.where(value_scale < float("inf"), value_scale, 0.0)
-                value = tl.load(levels[:, None] + (VALUE + dim)[None, :], mask=scored[:, None] & (dim < DV)[None, :], other=0)
-                weight = tl.trans(weight * value_scale[:, None])
-                tail_value *= rescale[:, None]
-                if q_low.dtype == tl.bfloat16:
+                # Not kept from above: registers are what is short.
+                value_scale = (tl.load(words + MEAN_SCALE // 4) & -65536).to(tl.float32, bitcast=True)
+                value_scale = tl.where(tl.abs(value_scale) < float("inf"), value_scale, 0.0)
+                value = _load(levels[:, None] + (VALUE + dim)[None, :], (dim < DV)[None, :], DV_BLOCK == DV)
+                weight = tl.trans(weight * value_scale[None, :])
+                tail_value *= rescale[None, :]
+                if q_ptr.dtype.element_ty == tl.bfloat16:
                     # In two parts, which keep sixteen bits of the weight; the levels are exact.
                     upper = weight.to(tl.bfloat16)
                     lower = (weight - upper.to(tl.float32)).to(tl.bfloat16)
-                    tail_value = tl.dot(lower, value.to(tl.bfloat16), tl.dot(upper, value.to(tl.bfloat16), tail_value))
+                    value = tl.trans(value.to(tl.bfloat16))
+                    tail_value = tl.dot(value, lower, tl.dot(value, upper, tail_value))
                 else:
                     # Weights span more than the exponents of fp16.
-                    tail_value = tl.dot(weight, value.to(tl.float32), tail_value, input_precision="ieee")
+                    tail_value = tl.dot(tl.trans(value.to(tl.float32)), weight, tail_value, input_precision="ieee")
 
         slot = item * GROUP + group
         mine = group < GROUP
-        tl.store(peak_ptr + slot, peak, mask=mine)
-        tl.store(sum_ptr + slot, total, mask=mine)
+        best = tl.max(peak, 1)
+        base = tl.where(best == float("-inf"), 0.0, best)
+        tl.store(peak_ptr + slot, best * LN2, mask=mine)
+        tl.store(sum_ptr + slot, tl.sum(total * tl.exp2(peak - base[:, None]), 1), mask=mine)
         if TAIL > 0:
-            tl.store(tail_peak_ptr + slot, tail_peak, mask=mine)
+            tl.store(tail_peak_ptr + slot, tail_peak * LN2, mask=mine)
             tl.store(tail_sum_ptr + slot, tail_total, mask=mine)
-            tl.store(tail_value_ptr + slot[:, None] * DV + dim[None, :], tail_value, mask=mine[:, None] & (dim < DV)[None, :])
+            at = tail_value_ptr + slot[None, :] * DV + dim[:, None]
+            tl.store(at, tail_value, mask=mine[None, :] & (dim < DV)[:, None])
 
 
 @dataclass(frozen=True)
@@ -227,6 +310,14 @@ class Scan:
     tail_peak: torch.Tensor
     tail_total: torch.Tensor
     tail_value: torch.Tensor
+
+
+def batch_block(batch: int) -> int:
+    """Requests that a kernel takes in at once, at least `batch`: of few sizes, since a kernel is compiled for each."""
+    block = 16
+    while block < batch:
+        block *= 4
+    return block
 
 
 def most_items(batch: int, heads: int) -> int:
@@ -258,6 +349,16 @@ def scan(
         return torch.empty(shape, dtype=torch.float32, device=device)
 
     items, tailed = most_items(batch, heads), tail != "off"
+    groups, columns = max(4, triton.next_power_of_2(group)), triton.next_power_of_2(layout.rank)
+    half = triton.next_power_of_2(layout.head_dim // 2)
+    # As few warps as hold the levels of 16 pages and the logits of all groups in their registers without spilling.
+    rows = half * columns // 512
+    if rows > 2 or (columns > 8 and groups > 8):
+        warps = 8
+    elif (rows > 1 and columns <= 8) or groups > 8:
+        warps = 4
+    else:
+        warps = 2
     # Not filled: past the pages of a request, up to Nmax, lies most of what the longest context allows.
     lse = floats(batch, query_heads, n_max)
     weight = torch.empty_like(lse) if tailed else lse
@@ -288,16 +389,17 @@ def scan(
         lse.stride(1),
         NUM_HEADS=heads,
         GROUP=group,
-        G_BLOCK=16,
-        HALF_BLOCK=max(16, triton.next_power_of_2(layout.head_dim // 2)),
+        G_BLOCK=groups,
+        HALF_BLOCK=half,
+        R_BLOCK=columns,
         DV_BLOCK=max(16, triton.next_power_of_2(layout.v_head_dim)),
         TAIL=TAILS.index(tail),
         CAPPED=logit_cap > 0.0,
         PARTIAL=seq_lens is not None,
-        B_BLOCK=triton.next_power_of_2(batch),
+        B_BLOCK=batch_block(batch),
         N_BLOCK=N_BLOCK,
         TARGET=TARGET,
         **layout.constants,
-        num_warps=4 if layout.head_dim <= 128 else 8,
+        num_warps=warps,
     )
     return made

@@ -1,39 +1,48 @@
 """Triton selection in two steps: a sortable key for every page, then the exact top pages of each (request, KV head).
 
 A key is an unsigned integer that orders as `select_pages` prefers: recent, sink, no estimate, score; ties go to the lower
-page. The k-th largest key is found digit by digit from histograms, and the chosen pages are written by a running count:
-they come out in ascending order without a sort.
+page. The first kernel also keeps the largest key of every block of pages. The k best pages lie in the k blocks with the best
+largest keys, the lower block winning ties: a page of any other block is beaten by a page of each of those k. So the second
+kernel looks at the blocks, then only at the keys of k of them; of these it keeps the ones that are no worse than the worst of
+the k blocks, hardly more than k. Thresholds are found two bits a round by counting, and what is chosen is written by a running
+count: it comes out in ascending order without a sort.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from ..page_lse.kernel import N_BLOCK, TARGET, item_layout, item_place
+from ..page_lse.kernel import N_BLOCK, TARGET, batch_block, item_layout, item_place
 
 COMBINES = ("mass", "peak", "max")
-WIDTH = 8192
-"""Keys of one (request, KV head) that are looked at together."""
+BLOCK = 32
+"""Pages of one block. At 65,536 pages and a budget of 128 that leaves 2,048 blocks, then 4,096 keys to look at."""
+KEY_WIDTH = 256
+"""Pages that a program of the first kernel takes in one step, a multiple of BLOCK."""
+WIDTH = 2048
+"""Keys that a program of the second kernel counts together; the keys of blocks, which it gathers once, are taken by twice as
+many."""
 
 
 @triton.jit
 def _sortable(x):
-    """fp32 as uint32 of the same order; -inf becomes 0x007FFFFF."""
+    """fp32 as uint32 of the same order; -inf becomes 0x007FFFFF, the least but for NaN: 0 is left for "no key"."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
-@triton.jit(do_not_specialize=["batch", "lse_row", "lse_head", "key_row", "sink_pages", "recent_pages"])
+@triton.jit(do_not_specialize=["batch", "lse_row", "lse_head", "blocks_each", "sink_pages", "recent_pages"])
 def _page_keys(
     lse_ptr,
     peak_ptr,
     sum_ptr,
     held_ptr,
     key_ptr,
+    best_ptr,
     batch,
     lse_row,
     lse_head,
-    key_row,
+    blocks_each,
     sink_pages,
     recent_pages,
     NUM_HEADS: tl.constexpr,
@@ -44,15 +53,20 @@ def _page_keys(
     B_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    ITEM_BLOCK: tl.constexpr,
+    PART_BLOCK: tl.constexpr,
 ):
-    pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
+    """Keys uint32 [B, H, blocks_each, BLOCK] of all pages, 0 behind the last one of a block that has one, and the largest of
+    each block [B, H, blocks_each]."""
+    # Items of whole blocks here; those of the scan, by which the parts are numbered, may end inside one.
+    pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, BLOCK)
+    _, _, part_count, part_ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
     row = tl.arange(0, B_BLOCK)
     group = tl.arange(0, G_BLOCK)
     mine = group < GROUP
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
-        request, head, number, items = item_place(item, count, ends, B_BLOCK)
+        request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         held = tl.sum(tl.where(row == request, pages, 0), 0)
         # Normaliser of each query head over all its pages: the log-sum-exp, or for "peak" the largest value.
         norm = tl.full([G_BLOCK], float("-inf"), tl.float32)
@@ -60,28 +74,32 @@ def _page_keys(
             at = (request * NUM_HEADS + head) * GROUP + group
             norm = tl.load(peak_ptr + at, mask=mine, other=0.0)
         elif COMBINE != 2:
+            parts = tl.sum(tl.where(row == request, part_count, 0), 0)
+            first = tl.sum(tl.where(row == request - 1, part_ends, 0), 0) + head * parts
             total = tl.zeros([G_BLOCK], tl.float32)
-            for begin in range(0, items, ITEM_BLOCK):
-                part = begin + tl.arange(0, ITEM_BLOCK)
-                slot = (item - number + part)[:, None] * GROUP + group[None, :]
-                mask = (part < items)[:, None] & mine[None, :]
+            for begin in range(0, parts, PART_BLOCK):
+                part = begin + tl.arange(0, PART_BLOCK)
+                slot = (first + part)[:, None] * GROUP + group[None, :]
+                mask = (part < parts)[:, None] & mine[None, :]
                 peak = tl.load(peak_ptr + slot, mask=mask, other=float("-inf"))
+                if COMBINE == 0:
+                    mass = tl.load(sum_ptr + slot, mask=mask, other=0.0)
                 new = tl.maximum(norm, tl.max(peak, 0))
                 base = tl.where(new == float("-inf"), 0.0, new)
                 if COMBINE == 0:
-                    mass = tl.load(sum_ptr + slot, mask=mask, other=0.0) * tl.exp(peak - base[None, :])
-                    total = total * tl.exp(norm - base) + tl.sum(mass, 0)
+                    total = total * tl.exp(norm - base) + tl.sum(mass * tl.exp(peak - base[None, :]), 0)
                 norm = new
             norm = tl.where(norm == float("-inf"), 0.0, norm)
             if COMBINE == 0:
                 norm += tl.log(tl.maximum(total, 1e-37))
 
         plane = request.to(tl.int64) * lse_row + (head * GROUP + group)[:, None] * lse_head
-        keys = key_ptr + (request * NUM_HEADS + head).to(tl.int64) * key_row
-        first = number * length
-        for begin in range(first, tl.minimum(first + length, held), WIDTH):
-            logical = begin + tl.arange(0, WIDTH)
-            live = logical < tl.minimum(first + length, held)
+        first_block = (request * NUM_HEADS + head).to(tl.int64) * blocks_each
+        begin = number * length
+        end = tl.minimum(begin + length, held)
+        for start in range(begin, end, WIDTH):
+            logical = start + tl.arange(0, WIDTH)
+            live = logical < end
             lse = tl.load(lse_ptr + plane + logical[None, :], mask=mine[:, None] & live[None, :], other=float("-inf"))
             unknown = tl.max((lse == float("inf")).to(tl.int32), 0) > 0
             lse = tl.where(tl.abs(lse) < float("inf"), lse, float("-inf"))
@@ -90,69 +108,158 @@ def _page_keys(
             key = tl.where(unknown, tl.full([WIDTH], 0xFFFFFFFD, tl.uint32), key)
             key = tl.where(logical < sink_pages, tl.full([WIDTH], 0xFFFFFFFE, tl.uint32), key)
             key = tl.where(logical >= held - recent_pages, tl.full([WIDTH], 0xFFFFFFFF, tl.uint32), key)
-            tl.store(keys + logical, key, mask=live)
+            key = tl.where(live, key, tl.zeros([WIDTH], tl.uint32))
+            tl.store(key_ptr + first_block * BLOCK + logical, key, mask=logical // BLOCK * BLOCK < end)
+            best = tl.max(tl.reshape(key, [WIDTH // BLOCK, BLOCK]), 1)
+            block = start // BLOCK + tl.arange(0, WIDTH // BLOCK)
+            tl.store(best_ptr + first_block + block, best, mask=block * BLOCK < end)
 
 
 @triton.jit
-def _narrow(keys_ptr, held, prefix, budget, SHIFT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Next `BITS` bits of the `budget`-th largest among the keys that begin with `prefix`.
+def _threshold(keys_ptr, count, rank, WIDTH: tl.constexpr):
+    """Which of `count` keys, none of them 0, are the `rank` largest.
 
-    Returns the longer prefix, and how many of the budget the keys that begin with it have to fill.
+    Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most.
     """
-    counted = tl.zeros([1 << BITS], tl.int32)
-    for begin in range(0, held, WIDTH):
-        logical = begin + tl.arange(0, WIDTH)
-        inside = logical < held
-        keys = tl.load(keys_ptr + logical, mask=inside, other=0)
-        digit = (keys >> SHIFT) & ((1 << BITS) - 1)
-        if SHIFT + BITS < 32:
-            inside = inside & ((keys >> (SHIFT + BITS)) == prefix)
-        counted += tl.histogram(digit.to(tl.int32), 1 << BITS, mask=inside)
-    # Of the digits that enough keys reach, the largest; the keys above it are all taken.
-    reached = tl.cumsum(counted, 0, reverse=True)
-    digit = tl.sum((reached >= budget).to(tl.int32), 0) - 1
-    above = tl.sum(tl.where(tl.arange(0, 1 << BITS) == digit, reached - counted, 0), 0)
-    return (prefix << BITS) | digit.to(tl.uint32), budget - above
+    threshold = tl.full([], 0, tl.uint32)
+    above = tl.full([], 0, tl.int32)
+    tied = count
+    shift = tl.where(count > rank, 30, -2)
+    # Most often these are all: they stay in registers.
+    index = tl.arange(0, WIDTH)
+    first = tl.load(keys_ptr + index, mask=index < count, other=0)
+    while shift >= 0:
+        step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
+        one = (first >= threshold + step).to(tl.int32)
+        two = (first >= threshold + step + step).to(tl.int32)
+        three = (first >= threshold + step + step + step).to(tl.int32)
+        for begin in range(WIDTH, count, WIDTH):
+            index = begin + tl.arange(0, WIDTH)
+            keys = tl.load(keys_ptr + index, mask=index < count, other=0)
+            one += (keys >= threshold + step).to(tl.int32)
+            two += (keys >= threshold + step + step).to(tl.int32)
+            three += (keys >= threshold + step + step + step).to(tl.int32)
+        # Joined, the three sums meet between the warps once.
+        reached = tl.sum(tl.join(tl.join(one, two), tl.join(three, tl.zeros([WIDTH], tl.int32))), 0)
+        enough = reached >= rank
+        threshold += step * tl.sum(tl.sum(enough.to(tl.int32), 1), 0).to(tl.uint32)
+        above = tl.maximum(above, tl.max(tl.max(tl.where(enough, 0, reached), 1), 0))
+        exact = tl.max(tl.max((reached == rank).to(tl.int32), 1), 0) > 0
+        tied = tl.where(exact, count, rank - above)
+        shift = tl.where(exact, -2, shift - 2)
+    return tl.maximum(threshold, tl.full([], 1, tl.uint32)), tied
 
 
-@triton.jit(do_not_specialize=["key_row", "budget"])
+@triton.jit
+def _places(keys, threshold, tied, more, equal):
+    """Which keys a threshold chooses, and their places among all chosen ones in ascending order; no key is 0.
+
+    `more` and `equal` count the keys above and at the threshold so far, and are returned with these added.
+    """
+    at = keys == threshold
+    marks = (keys > threshold).to(tl.int32) + (at.to(tl.int32) << 16)
+    run = tl.cumsum(marks, 0)
+    ties = equal + (run >> 16)
+    place = more + (run & 0xFFFF) + tl.minimum(ties, tied) - 1
+    added = tl.sum(marks, 0)
+    return (keys > threshold) | (at & (ties <= tied)), place, more + (added & 0xFFFF), equal + (added >> 16)
+
+
+@triton.jit
+def _write_pages(pages, place, logical, chosen, index_ptr, table_ptr, head, NUM_HEADS: tl.constexpr, INDEXED: tl.constexpr):
+    """Store logical pages at their places, and what FlashInfer reads for them."""
+    tl.store(pages + place, logical, mask=chosen)
+    if INDEXED:
+        physical = tl.load(table_ptr + logical, mask=chosen, other=0)
+        tl.store(index_ptr + place, physical * (16 * NUM_HEADS) + head, mask=chosen)
+
+
+@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row"])
 def _top_pages(
     key_ptr,
+    best_ptr,
+    near_ptr,
+    near_key_ptr,
+    near_page_ptr,
     held_ptr,
     pages_ptr,
     count_ptr,
-    key_row,
+    table_ptr,
+    index_ptr,
+    blocks_each,
+    blocks_most,
     budget,
+    table_row,
     NUM_HEADS: tl.constexpr,
-    BUDGET_BLOCK: tl.constexpr,
+    INDEXED: tl.constexpr,
+    B_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last."""
+    """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last.
+
+    Workspaces: the blocks looked at, int32 [B, H, blocks_most]; keys and pages that are left of them, uint32 and int32
+    [B, H, blocks_most, BLOCK].
+    """
     request, head = tl.program_id(0), tl.program_id(1)
+    row = (request * NUM_HEADS + head).to(tl.int64)
     held = tl.load(held_ptr + request).to(tl.int32)
-    pages = pages_ptr + (request * NUM_HEADS + head).to(tl.int64) * budget
-    keys_at = key_ptr + (request * NUM_HEADS + head).to(tl.int64) * key_row
-    if held <= budget:
-        slot = tl.arange(0, BUDGET_BLOCK)
-        tl.store(pages + slot, tl.where(slot < held, slot, -1), mask=slot < budget)
-    else:
-        # Bytes, because a warp keeps a whole histogram in its registers.
-        threshold, tied = _narrow(keys_at, held, tl.full([], 0, tl.uint32), budget, 24, 8, WIDTH)
-        threshold, tied = _narrow(keys_at, held, threshold, tied, 16, 8, WIDTH)
-        threshold, tied = _narrow(keys_at, held, threshold, tied, 8, 8, WIDTH)
-        threshold, tied = _narrow(keys_at, held, threshold, tied, 0, 8, WIDTH)
-        taken, equal = 0, 0
-        for begin in range(0, held, WIDTH):
-            logical = begin + tl.arange(0, WIDTH)
-            inside = logical < held
-            keys = tl.load(keys_at + logical, mask=inside, other=0)
-            at = (inside & (keys == threshold)).to(tl.int32)
-            chosen = (inside & (keys > threshold)).to(tl.int32) + at * ((equal + tl.cumsum(at, 0)) <= tied).to(tl.int32)
-            tl.store(pages + taken + tl.cumsum(chosen, 0) - 1, logical, mask=chosen > 0)
-            taken += tl.sum(chosen, 0)
-            equal += tl.sum(at, 0)
+    count = tl.minimum(held, budget)
     if head == 0:
-        tl.store(count_ptr + request, tl.minimum(held, budget))
+        tl.store(count_ptr + request, count)
+    pages = pages_ptr + row * budget
+    table = table_ptr + request.to(tl.int64) * table_row
+    indices = index_ptr
+    if INDEXED:
+        before = tl.arange(0, B_BLOCK)
+        counts = tl.minimum(tl.load(held_ptr + before, mask=before < request, other=0).to(tl.int32), budget)
+        indices += tl.sum(counts, 0).to(tl.int64) * NUM_HEADS + head * count
+    if held <= budget:
+        for begin in range(0, budget, WIDTH):
+            slot = begin + tl.arange(0, WIDTH)
+            _write_pages(pages, slot, slot, slot < held, indices, table, head, NUM_HEADS, INDEXED)
+            tl.store(pages + slot, -1 + tl.zeros_like(slot), mask=(slot >= held) & (slot < budget))
+    else:
+        best = best_ptr + row * blocks_each
+        near = near_ptr + row * blocks_most
+        blocks = (held + BLOCK - 1) // BLOCK
+        kept = tl.minimum(blocks, budget)
+        threshold, tied = _threshold(best, blocks, kept, WIDTH)
+        more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        for begin in range(0, blocks, WIDTH):
+            block = begin + tl.arange(0, WIDTH)
+            keys = tl.load(best + block, mask=block < blocks, other=0)
+            chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
+            tl.store(near + place, block, mask=chosen)
+        # What one thread stored others load.
+        tl.debug_barrier()
+
+        keys_at = key_ptr + row * blocks_each * BLOCK
+        near_key = near_key_ptr + row * blocks_most * BLOCK
+        near_page = near_page_ptr + row * blocks_most * BLOCK
+        left = tl.full([], 0, tl.int32)
+        for begin in range(0, kept * BLOCK, WIDE):
+            place = begin + tl.arange(0, WIDE)
+            inside = place < kept * BLOCK
+            logical = tl.load(near + place // BLOCK, mask=inside, other=0) * BLOCK + place % BLOCK
+            keys = tl.load(keys_at + logical, mask=inside, other=0)
+            chosen = keys >= threshold
+            place = left + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(near_key + place, keys, mask=chosen)
+            tl.store(near_page + place, logical, mask=chosen)
+            left += tl.sum(chosen.to(tl.int32), 0)
+        tl.debug_barrier()
+
+        threshold, tied = _threshold(near_key, left, budget, WIDTH)
+        more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        for begin in range(0, left, WIDTH):
+            place = begin + tl.arange(0, WIDTH)
+            inside = place < left
+            keys = tl.load(near_key + place, mask=inside, other=0)
+            logical = tl.load(near_page + place, mask=inside, other=0)
+            chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
+            _write_pages(pages, place, logical, chosen, indices, table, head, NUM_HEADS, INDEXED)
 
 
 def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
@@ -171,30 +278,47 @@ def top_pages(
     recent_pages: int,
     num_kv_heads: int,
     combine: str,
+    *,
+    page_table: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `select_pages`.
 
     Args:
         lse: fp32 [B, Hq, Nmax], Nmax at least 1, innermost dimension contiguous; past num_pages anything.
         parts: `Scan.peak` and `Scan.total` of the scan that wrote `lse`; None to normalise from `lse` itself.
+        page_table: int32 [B, Nmax], logical to physical page, innermost dimension contiguous; only with `indices`.
+        indices: int32, contiguous, at least H * sum(counts) long. What FlashInfer reads, written without gaps: the row of
+            request b and KV head h begins at H * sum(counts[:b]) + h * counts[b] and holds, for its pages in ascending
+            logical order, the row of the cache seen as [slots * H, D] that a page's first token has there:
+            page_table[b, page] * 16 * H + h. Nothing is written behind the last row.
     """
     num_pages = num_pages.contiguous()
     batch, query_heads, n_max = lse.shape
     group, device = query_heads // num_kv_heads, lse.device
     peak, total = (normaliser(lse, combine),) * 2 if parts is None else parts
-    keys = torch.empty(batch, num_kv_heads, n_max, dtype=torch.uint32, device=device)
-    pages = torch.empty(batch, num_kv_heads, budget_pages, dtype=torch.int32, device=device)
-    counts = torch.empty(batch, dtype=torch.int32, device=device)
+    blocks = triton.cdiv(n_max, BLOCK)
+    most = min(blocks, budget_pages)
+    b_block = batch_block(batch)
+
+    def rows(*tail: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(batch, num_kv_heads, *tail, dtype=dtype, device=device)
+
+    keys, best = rows(blocks, BLOCK, dtype=torch.uint32), rows(blocks, dtype=torch.uint32)
+    near, near_page = rows(most, dtype=torch.int32), rows(most, BLOCK, dtype=torch.int32)
+    near_key = rows(most, BLOCK, dtype=torch.uint32)
+    pages, counts = rows(budget_pages, dtype=torch.int32), torch.empty(batch, dtype=torch.int32, device=device)
     _page_keys[(TARGET,)](
         lse,
         peak,
         total,
         num_pages,
         keys,
+        best,
         batch,
         lse.stride(0),
         lse.stride(1),
-        n_max,
+        blocks,
         sink_pages,
         recent_pages,
         NUM_HEADS=num_kv_heads,
@@ -202,23 +326,36 @@ def top_pages(
         G_BLOCK=triton.next_power_of_2(group),
         COMBINE=COMBINES.index(combine),
         PARTS=parts is not None,
-        B_BLOCK=triton.next_power_of_2(batch),
+        B_BLOCK=b_block,
         N_BLOCK=N_BLOCK,
         TARGET=TARGET,
-        WIDTH=128,
-        ITEM_BLOCK=64,
+        BLOCK=BLOCK,
+        WIDTH=KEY_WIDTH,
+        PART_BLOCK=4096 // triton.next_power_of_2(group),
         num_warps=4,
     )
+    indexed = indices is not None and page_table is not None
     _top_pages[(batch, num_kv_heads)](
         keys,
+        best,
+        near,
+        near_key,
+        near_page,
         num_pages,
         pages,
         counts,
-        n_max,
+        page_table if indexed else pages,
+        indices if indexed else pages,
+        blocks,
+        most,
         budget_pages,
+        page_table.stride(0) if page_table is not None else 0,
         NUM_HEADS=num_kv_heads,
-        BUDGET_BLOCK=triton.next_power_of_2(budget_pages),
+        INDEXED=indexed,
+        B_BLOCK=b_block,
+        BLOCK=BLOCK,
         WIDTH=WIDTH,
-        num_warps=16,
+        WIDE=2 * WIDTH,
+        num_warps=8,
     )
     return pages, counts

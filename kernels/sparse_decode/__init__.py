@@ -4,11 +4,12 @@ import torch
 
 from ..common import PAGE_SIZE, check_attention_args, require
 from ..common.capability import runs_kernels, takes_cache
+from .flashinfer import FlashInferDecode
 from .kernel import attend_parts
 from .merge import Tail, merge_parts
 from .reference import attend
 
-__all__ = ["Tail", "attend", "attend_parts", "dense_decode", "merge_parts", "sparse_decode"]
+__all__ = ["FlashInferDecode", "Tail", "attend", "attend_parts", "dense_decode", "merge_parts", "sparse_decode"]
 
 
 def sparse_decode(

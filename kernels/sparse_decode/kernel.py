@@ -99,10 +99,14 @@ def _attend_pages(
 
 @dataclass(frozen=True)
 class Parts:
-    """Attention of every split, fp32: peak, total [B, H, splits, G] and unnormalised output [B, H, splits, G, Dv]."""
+    """Attention of every split, fp32: peak, total [B, H, splits, G] and unnormalised output [B, H, splits, G, Dv].
+
+    Without a total it is one split, as FlashInfer leaves it: `peak` is the log-sum-exp in base 2, the output is normalised and
+    in the cache's dtype.
+    """
 
     peak: torch.Tensor
-    total: torch.Tensor
+    total: torch.Tensor | None
     out: torch.Tensor
     splits: int
 
