@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE_SIZE = 16
-KERNELS = ("scan", "select", "attend", "merge", "build")
+KERNELS = ("scan", "select", "attend", "tail", "merge", "build")
 SHAPES = ("4,8,128", "8,4,128")
 CONTEXTS = (16384, 65536, 131072, 262144, 524288, 1048576)
 MOST_TOKENS = 1 << 22
@@ -233,7 +233,7 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
     from ..kernels.build_page_summaries import PageSummaries, RecordLayout, build
     from ..kernels.page_lse import scan
     from ..kernels.select_pages import top_pages
-    from ..kernels.sparse_decode import Tail, attend_parts, merge_parts
+    from ..kernels.sparse_decode import attend_parts, merge_parts, sum_tail
 
     heads, group, dim = shape
     each = context // PAGE_SIZE
@@ -268,23 +268,25 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
             lambda: scan(q, s, table, held, scale, seq_lens=lens, logit_cap=0.0, tail=tail),
             summaries * (layout.record_bytes + 4) + written,
         )
-    settings = (scores.lse, (scores.peak, scores.total), held, budget, 1, 1, heads, "mass")
+    settings = (scores.lse, scores, held, budget, 1, 1, heads, "mass")
     indices = torch.empty(rows * kept + budget, dtype=torch.int32, device="cuda")
-    chosen, counts = top_pages(*settings)
+    tailed = tail != "off"
+    chosen, counts = top_pages(*settings, mark=tailed)
     if wanted("select"):
         moved = 4 * summaries * group + 8 * rows * kept
-        yield Operation("select", lambda: top_pages(*settings, page_table=table, indices=indices), moved)
+        yield Operation("select", lambda: top_pages(*settings, page_table=table, indices=indices, mark=tailed), moved)
         yield from _yardsticks(scores.lse.view(rows, group, each).sum(1), kept)
     parts = attend_parts(q, k, v, table, chosen, counts, lens, scale, logit_cap=0.0)
     if wanted("attend"):
         moved = rows * kept * 2 * PAGE_SIZE * 2 * dim
         yield Operation("attend", lambda: attend_parts(q, k, v, table, chosen, counts, lens, scale, logit_cap=0.0), moved)
+    estimate = sum_tail(scores.weight, s, table, held, q.dtype) if tailed else None
+    if wanted("tail") and estimate is not None:
+        moved = summaries * (dim + 2 + 4 + 4 * group) + 4 * estimate.value.numel()
+        yield Operation("tail", lambda: sum_tail(scores.weight, s, table, held, q.dtype), moved)
     if wanted("merge"):
         out = torch.empty_like(q)
-        estimate = None if tail == "off" else Tail(scores, s, table, held, chosen, counts)
-        moved = parts.out.numel() * 4 + out.numel() * 2
-        if estimate is not None:
-            moved += 4 * scores.tail_value.numel() + rows * kept * (dim + 4 * group)
+        moved = parts.out.numel() * 4 + out.numel() * 2 + (0 if estimate is None else 4 * estimate.value.numel())
         yield Operation("merge", lambda: merge_parts(parts, out, 1.0, estimate), moved)
 
 

@@ -39,7 +39,8 @@ from locks_sglang.kernels.page_lse import scan
 from locks_sglang.kernels.select_pages import kernel as select_kernel
 from locks_sglang.kernels.select_pages import top_pages
 from locks_sglang.kernels.sparse_decode import kernel as attend_kernel
-from locks_sglang.kernels.sparse_decode import merge as merge_kernel
+from locks_sglang.kernels.sparse_decode import sum_tail
+from locks_sglang.kernels.sparse_decode import tail as tail_kernel
 from locks_sglang.kernels.sparse_decode.flashinfer import pseudo_pages
 from locks_sglang.kernels.sparse_decode.kernel import Parts
 from locks_sglang.ops import build_page_summaries, page_lse, select_pages, sparse_decode
@@ -77,8 +78,10 @@ def small_pieces(request: pytest.FixtureRequest) -> Iterator[None]:
         if "real_pieces" in request.keywords:
             yield
             return
-        for module in (scan_kernel, select_kernel, merge_kernel):
+        patch.setattr(scan_kernel, "MULTIPROCESSORS", 1)
+        for module in (select_kernel, tail_kernel):
             patch.setattr(module, "TARGET", 5)
+        patch.setattr(tail_kernel, "N_BLOCK", 16)
         for name, small in (("BLOCK", 4), ("KEY_WIDTH", 64), ("WIDTH", 32)):
             patch.setattr(select_kernel, name, small)
         empty, empty_like = torch.empty, torch.empty_like
@@ -230,7 +233,7 @@ def test_build_of_one_repeated_key_has_no_spread() -> None:
 
 @pytest.mark.parametrize(("dim", "group", "rank", "tail", "cap"), SHAPES)
 def test_scan(dim: int, group: int, rank: int, tail: str, cap: float) -> None:
-    """Every page's log-sum-exp and tail weight, and the sums over pages, for a mixed batch with one invalid page."""
+    """Every page's log-sum-exp and tail weight, for a mixed batch with one invalid page."""
     gen = generator(dim + group + rank)
     kv = make_paged("rope", LENGTHS, 2, dim, gen)
     s = quantised(kv, rank)
@@ -249,19 +252,6 @@ def test_scan(dim: int, group: int, rank: int, tail: str, cap: float) -> None:
     if tail == "off":
         return
     assert_close(listed(got.weight, kv), want.log_weight[tail], size=size, extra=tail_error(fixed, tail))
-    # The sums of the longest request: all items of one (request, KV head) lie together, before them those of the others.
-    items = -(-int(kv.num_pages.sum()) * 2 // 5)
-    length = max(-(-items // scan_kernel.N_BLOCK), 1) * scan_kernel.N_BLOCK
-    counts = [-(-int(n) // length) for n in kv.num_pages]
-    first = 2 * sum(counts[:-1])
-    assert counts[-1] > 1
-    peak, total = (f64(x[first : first + counts[-1]]) for x in (got.tail_peak, got.tail_total))
-    summed = torch.from_numpy((total * np.exp(peak - peak.max(0))).sum(0)).float()
-    weight = want.log_weight[tail][-1, :group, : int(kv.num_pages[-1])]
-    expected = np.exp(weight - peak.max(0)[:, None]).sum(1)
-    # An error of the logarithms is a relative one of their sum.
-    assert_close(summed, expected, size=(1.0 + size) * expected, extra=tail_error(fixed, tail) * expected)
-    assert counts[-1] * length >= int(kv.num_pages[-1])
 
 
 def test_scan_without_lengths_takes_every_page_as_whole() -> None:
@@ -393,6 +383,45 @@ def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch) -
 
 
 # --- attend -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype"),
+    cover(dim=(64, 96, 128, 256), group=(1, 3, 8, 16), dtype=[torch.float32] + [torch.bfloat16] * (DEVICE == "cuda")),
+)
+def test_tail_sums(dim: int, group: int, dtype: torch.dtype) -> None:
+    """Weights and weighed value means of the pages that are left, item by item; nothing of those that were read or are none."""
+    gen = generator(dim + group)
+    kv = make_paged("rope", LENGTHS, 2, dim, gen)
+    s = quantised(kv, 2)
+    weight = 4.0 * torch.randn(len(LENGTHS), 2 * group, kv.page_table.shape[1], generator=gen)
+    weight[:, :, 1:12:3] = -torch.inf
+    weight[4] = -torch.inf
+    # A page that is not whole has no weight, and here a record that says nothing.
+    for request, length in enumerate(LENGTHS):
+        weight[request, :, length // PAGE : -(-length // PAGE)] = -torch.inf
+    weight = torch.where(torch.arange(weight.shape[2]) < kv.num_pages.cpu()[:, None, None], weight, torch.nan).to(DEVICE)
+    got = sum_tail(weight, s, kv.page_table, kv.num_pages, dtype)
+    # The longest request is the last one: its items lie behind those of all others, those of its first head together.
+    share = -(-int(kv.num_pages.sum()) * 2 // tail_kernel.TARGET)
+    length = -(-share // tail_kernel.N_BLOCK) * tail_kernel.N_BLOCK
+    items = [-(-int(n) // length) for n in kv.num_pages]
+    assert items[-1] > 1
+    values = factors_of(s).value_mean
+    assert values is not None
+    for head in range(2):
+        for number in range(items[-1]):
+            item = 2 * sum(items[:-1]) + head * items[-1] + number
+            pages = slice(number * length, min((number + 1) * length, int(kv.num_pages[-1])))
+            logs = f64(weight)[-1, head * group : (head + 1) * group, pages]
+            peak = logs.max(1)
+            assert_close(got.peak[item], peak)
+            shares = np.exp(logs - peak[:, None])
+            assert_close(got.total[item], shares.sum(1), size=shares.sum(1))
+            means = np.nan_to_num(values)[kv.page_table[-1].cpu().numpy()[pages], head]
+            size = shares @ np.abs(means)
+            assert_close(got.value[item], shares @ means, size=size, extra=2.0**-15 * size * (dtype == torch.bfloat16))
+    assert (got.total[: 2 * sum(items)] >= 0).all()
 
 
 @pytest.mark.parametrize(("dim", "group", "cap"), cover(dim=(64, 96, 128, 256), group=(1, 3, 7, 16), cap=(0.0, 15.0)))

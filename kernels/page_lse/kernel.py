@@ -19,8 +19,10 @@ import triton.language as tl
 from ..build_page_summaries import PageSummaries
 from ..common.device import round_half_even, soft_cap
 
-TARGET = 528
-"""Items of a scan: four for every multiprocessor of an H200, as many as programs of two warps fit there."""
+MULTIPROCESSORS = 132
+"""Of an H200. A scan has as many items as its programs fit there at once."""
+ONE_WARP = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""Whether a program of one warp holds 16 pages without spilling. Newer compilers need more registers for the same kernel."""
 N_BLOCK = 16
 """Pages that a program takes in one step."""
 TAILS = ("off", "qmu", "flat")
@@ -96,9 +98,6 @@ def _scan_pages(
     weight_ptr,
     peak_ptr,
     sum_ptr,
-    tail_peak_ptr,
-    tail_sum_ptr,
-    tail_value_ptr,
     batch,
     sm_scale,
     logit_cap,
@@ -114,7 +113,6 @@ def _scan_pages(
     D: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     DV: tl.constexpr,
-    DV_BLOCK: tl.constexpr,
     R: tl.constexpr,
     R_BLOCK: tl.constexpr,
     BASIS: tl.constexpr,
@@ -134,8 +132,6 @@ def _scan_pages(
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
-    if TAIL > 0:
-        tl.static_assert(VALUE_SCALE == MEAN_SCALE + 2)  # read as one word
     pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
     row = tl.arange(0, B_BLOCK)
     group = tl.arange(0, G_BLOCK)
@@ -143,7 +139,6 @@ def _scan_pages(
     inside = half < D // 2
     column = tl.arange(0, R_BLOCK)
     kept = column < R
-    dim = tl.arange(0, DV_BLOCK)
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         held = tl.sum(tl.where(row == request, pages, 0), 0)
@@ -170,9 +165,6 @@ def _scan_pages(
             complete = tl.minimum(end, (tl.load(lens_ptr + request) // 16).to(tl.int32))
         peak = tl.full([G_BLOCK, N_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([G_BLOCK, N_BLOCK], tl.float32)
-        tail_peak = tl.full([G_BLOCK], float("-inf"), tl.float32)
-        tail_total = tl.zeros([G_BLOCK], tl.float32)
-        tail_value = tl.zeros([DV_BLOCK, G_BLOCK], tl.float32)
         first = number * length
         table = table_ptr + row64 * table_row
         # Pages are looked up one step ahead, so that it is known where their records lie when a step begins. Behind the last
@@ -258,27 +250,6 @@ def _scan_pages(
                     weight = lse + 0.5 * (lse - 4.0 - top)
                 weight = tl.where(counted, weight, float("-inf"))
                 tl.store(weight_ptr + plane, weight * LN2, mask=shown)
-                new = tl.maximum(tail_peak, tl.max(weight, 1))
-                base = tl.where(new == float("-inf"), 0.0, new)
-                rescale = tl.exp2(tail_peak - base)
-                weight = tl.exp2(weight - base[:, None])
-                tail_total = tail_total * rescale + tl.sum(weight, 1)
-                tail_peak = new
-                # Not kept from above: registers are what is short.
-                value_scale = (tl.load(words + MEAN_SCALE // 4) & -65536).to(tl.float32, bitcast=True)
-                value_scale = tl.where(tl.abs(value_scale) < float("inf"), value_scale, 0.0)
-                value = _load(levels[:, None] + (VALUE + dim)[None, :], (dim < DV)[None, :], DV_BLOCK == DV)
-                weight = tl.trans(weight * value_scale[None, :])
-                tail_value *= rescale[None, :]
-                if q_ptr.dtype.element_ty == tl.bfloat16:
-                    # In two parts, which keep sixteen bits of the weight; the levels are exact.
-                    upper = weight.to(tl.bfloat16)
-                    lower = (weight - upper.to(tl.float32)).to(tl.bfloat16)
-                    value = tl.trans(value.to(tl.bfloat16))
-                    tail_value = tl.dot(value, lower, tl.dot(value, upper, tail_value))
-                else:
-                    # Weights span more than the exponents of fp16.
-                    tail_value = tl.dot(tl.trans(value.to(tl.float32)), weight, tail_value, input_precision="ieee")
 
         slot = item * GROUP + group
         mine = group < GROUP
@@ -286,11 +257,6 @@ def _scan_pages(
         base = tl.where(best == float("-inf"), 0.0, best)
         tl.store(peak_ptr + slot, best * LN2, mask=mine)
         tl.store(sum_ptr + slot, tl.sum(total * tl.exp2(peak - base[:, None]), 1), mask=mine)
-        if TAIL > 0:
-            tl.store(tail_peak_ptr + slot, tail_peak * LN2, mask=mine)
-            tl.store(tail_sum_ptr + slot, tail_total, mask=mine)
-            at = tail_value_ptr + slot[None, :] * DV + dim[:, None]
-            tl.store(at, tail_value, mask=mine[None, :] & (dim < DV)[:, None])
 
 
 @dataclass(frozen=True)
@@ -298,18 +264,16 @@ class Scan:
     """What one scan leaves on the device, all fp32.
 
     lse [B, Hq, Nmax]: as `page_lse`, written where a page is listed and nowhere else. weight [B, Hq, Nmax]: natural log of its
-    tail weight, likewise.
-    peak, total [items, G]: largest page log-sum-exp of an item, and sum of exp(lse - peak). tail_peak, tail_total [items, G]
-    and tail_value [items, G, Dv]: the same of the tail weights, and of the value means that they weigh.
+    tail weight, likewise; `lse` itself without a tail.
+    peak, total [items, G]: largest page log-sum-exp of an item, and sum of exp(lse - peak). target: into about how many items
+    `item_layout` cut the pages.
     """
 
     lse: torch.Tensor
+    weight: torch.Tensor
     peak: torch.Tensor
     total: torch.Tensor
-    weight: torch.Tensor
-    tail_peak: torch.Tensor
-    tail_total: torch.Tensor
-    tail_value: torch.Tensor
+    target: int
 
 
 def batch_block(batch: int) -> int:
@@ -320,9 +284,9 @@ def batch_block(batch: int) -> int:
     return block
 
 
-def most_items(batch: int, heads: int) -> int:
+def most_items(target: int, batch: int, heads: int) -> int:
     """Most items that `batch` requests of H KV heads are cut into."""
-    return TARGET + batch * heads
+    return target + batch * heads
 
 
 def scan(
@@ -348,23 +312,16 @@ def scan(
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    items, tailed = most_items(batch, heads), tail != "off"
     groups, columns = max(4, triton.next_power_of_2(group)), triton.next_power_of_2(layout.rank)
     half = triton.next_power_of_2(layout.head_dim // 2)
-    # As few warps as hold the levels of 16 pages and the logits of all groups in their registers without spilling.
-    rows = half * columns // 512
-    if rows > 2 or (columns > 8 and groups > 8):
-        warps = 8
-    elif (rows > 1 and columns <= 8) or groups > 8:
-        warps = 4
-    else:
-        warps = 2
+    warps, registers = _warps(half, columns, groups, whole=half == layout.head_dim // 2)
+    target = MULTIPROCESSORS * (65536 // (32 * warps * registers))
+    items = most_items(target, batch, heads)
     # Not filled: past the pages of a request, up to Nmax, lies most of what the longest context allows.
     lse = floats(batch, query_heads, n_max)
-    weight = torch.empty_like(lse) if tailed else lse
-    parts = [floats(items, group) for _ in range(4 if tailed else 2)]
-    made = Scan(lse, parts[0], parts[1], weight, parts[-2], parts[-1], floats(items if tailed else 0, group, layout.v_head_dim))
-    _scan_pages[(TARGET,)](
+    weight = lse if tail == "off" else torch.empty_like(lse)
+    made = Scan(lse, weight, floats(items, group), floats(items, group), target)
+    _scan_pages[(target,)](
         q,
         s.record.contiguous(),
         s.valid.contiguous().view(torch.uint8),
@@ -376,9 +333,6 @@ def scan(
         made.weight,
         made.peak,
         made.total,
-        made.tail_peak,
-        made.tail_total,
-        made.tail_value,
         batch,
         sm_scale,
         logit_cap,
@@ -392,14 +346,32 @@ def scan(
         G_BLOCK=groups,
         HALF_BLOCK=half,
         R_BLOCK=columns,
-        DV_BLOCK=max(16, triton.next_power_of_2(layout.v_head_dim)),
         TAIL=TAILS.index(tail),
         CAPPED=logit_cap > 0.0,
         PARTIAL=seq_lens is not None,
         B_BLOCK=batch_block(batch),
         N_BLOCK=N_BLOCK,
-        TARGET=TARGET,
+        TARGET=target,
         **layout.constants,
         num_warps=warps,
+        maxnreg=min(registers, 255),
     )
     return made
+
+
+def _warps(half: int, columns: int, groups: int, *, whole: bool) -> tuple[int, int]:
+    """Warps of a program, and registers that a thread of them is given: as few as hold the levels of 16 pages and the logits of
+    all groups.
+
+    Args:
+        half, columns, groups: block sizes of half a head, the rank and the group.
+        whole: whether half a head fills its block.
+    """
+    rows = half * columns // 512
+    if rows > 2 or (columns > 8 and groups > 8):
+        return 8, 256
+    if rows > 1 or groups > 8:
+        return 4, 256
+    if not ONE_WARP or columns > 8 or not whole:
+        return 2, 256
+    return 1, 168 if groups <= 4 else 256

@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..page_lse.kernel import N_BLOCK, TARGET, batch_block, item_layout, item_place
+from ..page_lse.kernel import N_BLOCK, Scan, batch_block, item_layout, item_place
 
 COMBINES = ("mass", "peak", "max")
+TARGET = 528
+"""Items of the first kernel: four for every multiprocessor of an H200."""
 BLOCK = 32
 """Pages of one block. At 65,536 pages and a budget of 128 that leaves 2,048 blocks, then 4,096 keys to look at."""
 KEY_WIDTH = 256
@@ -50,6 +52,7 @@ def _page_keys(
     G_BLOCK: tl.constexpr,
     COMBINE: tl.constexpr,
     PARTS: tl.constexpr,
+    PARTS_TARGET: tl.constexpr,
     B_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
@@ -61,7 +64,7 @@ def _page_keys(
     each block [B, H, blocks_each]."""
     # Items of whole blocks here; those of the scan, by which the parts are numbered, may end inside one.
     pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, BLOCK)
-    _, _, part_count, part_ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
+    _, _, part_count, part_ends = item_layout(held_ptr, batch, PARTS_TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
     row = tl.arange(0, B_BLOCK)
     group = tl.arange(0, G_BLOCK)
     mine = group < GROUP
@@ -166,15 +169,32 @@ def _places(keys, threshold, tied, more, equal):
 
 
 @triton.jit
-def _write_pages(pages, place, logical, chosen, index_ptr, table_ptr, head, NUM_HEADS: tl.constexpr, INDEXED: tl.constexpr):
-    """Store logical pages at their places, and what FlashInfer reads for them."""
+def _write_pages(
+    pages,
+    place,
+    logical,
+    chosen,
+    index_ptr,
+    table_ptr,
+    weight_ptr,
+    weight_head,
+    head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    INDEXED: tl.constexpr,
+    MARKED: tl.constexpr,
+):
+    """Store logical pages at their places, what FlashInfer reads for them, and that they are no part of the tail."""
     tl.store(pages + place, logical, mask=chosen)
     if INDEXED:
         physical = tl.load(table_ptr + logical, mask=chosen, other=0)
         tl.store(index_ptr + place, physical * (16 * NUM_HEADS) + head, mask=chosen)
+    if MARKED:
+        for member in tl.static_range(GROUP):
+            tl.store(weight_ptr + member * weight_head + logical, float("-inf"), mask=chosen)
 
 
-@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row"])
+@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row", "weight_row", "weight_head"])
 def _top_pages(
     key_ptr,
     best_ptr,
@@ -186,12 +206,17 @@ def _top_pages(
     count_ptr,
     table_ptr,
     index_ptr,
+    weight_ptr,
     blocks_each,
     blocks_most,
     budget,
     table_row,
+    weight_row,
+    weight_head,
     NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     INDEXED: tl.constexpr,
+    MARKED: tl.constexpr,
     B_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -210,6 +235,7 @@ def _top_pages(
         tl.store(count_ptr + request, count)
     pages = pages_ptr + row * budget
     table = table_ptr + request.to(tl.int64) * table_row
+    weights = weight_ptr + request.to(tl.int64) * weight_row + head.to(tl.int64) * GROUP * weight_head
     indices = index_ptr
     if INDEXED:
         before = tl.arange(0, B_BLOCK)
@@ -218,7 +244,9 @@ def _top_pages(
     if held <= budget:
         for begin in range(0, budget, WIDTH):
             slot = begin + tl.arange(0, WIDTH)
-            _write_pages(pages, slot, slot, slot < held, indices, table, head, NUM_HEADS, INDEXED)
+            _write_pages(
+                pages, slot, slot, slot < held, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
+            )
             tl.store(pages + slot, -1 + tl.zeros_like(slot), mask=(slot >= held) & (slot < budget))
     else:
         best = best_ptr + row * blocks_each
@@ -259,7 +287,9 @@ def _top_pages(
             keys = tl.load(near_key + place, mask=inside, other=0)
             logical = tl.load(near_page + place, mask=inside, other=0)
             chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
-            _write_pages(pages, place, logical, chosen, indices, table, head, NUM_HEADS, INDEXED)
+            _write_pages(
+                pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
+            )
 
 
 def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
@@ -271,7 +301,7 @@ def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
 
 def top_pages(
     lse: torch.Tensor,
-    parts: tuple[torch.Tensor, torch.Tensor] | None,
+    scanned: Scan | None,
     num_pages: torch.Tensor,
     budget_pages: int,
     sink_pages: int,
@@ -281,22 +311,25 @@ def top_pages(
     *,
     page_table: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    mark: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `select_pages`.
 
     Args:
         lse: fp32 [B, Hq, Nmax], Nmax at least 1, innermost dimension contiguous; past num_pages anything.
-        parts: `Scan.peak` and `Scan.total` of the scan that wrote `lse`; None to normalise from `lse` itself.
+        scanned: the scan that wrote `lse`; None to normalise from `lse` itself.
         page_table: int32 [B, Nmax], logical to physical page, innermost dimension contiguous; only with `indices`.
         indices: int32, contiguous, at least H * sum(counts) long. What FlashInfer reads, written without gaps: the row of
             request b and KV head h begins at H * sum(counts[:b]) + h * counts[b] and holds, for its pages in ascending
             logical order, the row of the cache seen as [slots * H, D] that a page's first token has there:
             page_table[b, page] * 16 * H + h. Nothing is written behind the last row.
+        mark: set `scanned.weight` to -inf where a page is selected: what is left are the weights of the tail.
     """
+    assert scanned is not None or not mark
     num_pages = num_pages.contiguous()
     batch, query_heads, n_max = lse.shape
     group, device = query_heads // num_kv_heads, lse.device
-    peak, total = (normaliser(lse, combine),) * 2 if parts is None else parts
+    peak, total = (normaliser(lse, combine),) * 2 if scanned is None else (scanned.peak, scanned.total)
     blocks = triton.cdiv(n_max, BLOCK)
     most = min(blocks, budget_pages)
     b_block = batch_block(batch)
@@ -325,7 +358,8 @@ def top_pages(
         GROUP=group,
         G_BLOCK=triton.next_power_of_2(group),
         COMBINE=COMBINES.index(combine),
-        PARTS=parts is not None,
+        PARTS=scanned is not None,
+        PARTS_TARGET=1 if scanned is None else scanned.target,
         B_BLOCK=b_block,
         N_BLOCK=N_BLOCK,
         TARGET=TARGET,
@@ -335,6 +369,7 @@ def top_pages(
         num_warps=4,
     )
     indexed = indices is not None and page_table is not None
+    weight = scanned.weight if scanned is not None and mark else lse
     _top_pages[(batch, num_kv_heads)](
         keys,
         best,
@@ -346,12 +381,17 @@ def top_pages(
         counts,
         page_table if indexed else pages,
         indices if indexed else pages,
+        weight,
         blocks,
         most,
         budget_pages,
         page_table.stride(0) if page_table is not None else 0,
+        weight.stride(0),
+        weight.stride(1),
         NUM_HEADS=num_kv_heads,
+        GROUP=group,
         INDEXED=indexed,
+        MARKED=mark,
         B_BLOCK=b_block,
         BLOCK=BLOCK,
         WIDTH=WIDTH,

@@ -6,10 +6,20 @@ from ..common import PAGE_SIZE, check_attention_args, require
 from ..common.capability import runs_kernels, takes_cache
 from .flashinfer import FlashInferDecode
 from .kernel import attend_parts
-from .merge import Tail, merge_parts
+from .merge import merge_parts
 from .reference import attend
+from .tail import TailParts, sum_tail
 
-__all__ = ["FlashInferDecode", "Tail", "attend", "attend_parts", "dense_decode", "merge_parts", "sparse_decode"]
+__all__ = [
+    "FlashInferDecode",
+    "TailParts",
+    "attend",
+    "attend_parts",
+    "dense_decode",
+    "merge_parts",
+    "sparse_decode",
+    "sum_tail",
+]
 
 
 def sparse_decode(

@@ -1,17 +1,16 @@
 """Triton merge of the parts of an exact attention, and of the estimate of the pages that were not read."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from ..build_page_summaries import PageSummaries
-from ..page_lse.kernel import N_BLOCK, TARGET, Scan, batch_block, item_layout
+from ..page_lse.kernel import batch_block, item_layout
+from . import tail as tail_kernel
 from .kernel import Parts
+from .tail import TailParts
 
 
-@triton.jit(do_not_specialize=["batch", "weight_row", "weight_head", "table_row", "budget"])
+@triton.jit(do_not_specialize=["batch"])
 def _merge_parts(
     peak_ptr,
     sum_ptr,
@@ -22,26 +21,14 @@ def _merge_parts(
     tail_peak_ptr,
     tail_sum_ptr,
     tail_value_ptr,
-    weight_ptr,
-    record_ptr,
-    table_ptr,
-    pages_ptr,
-    count_ptr,
     batch,
     v_scale,
     out_row,
     out_head,
-    weight_row,
-    weight_head,
-    table_row,
-    budget,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    RECORD: tl.constexpr,
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
     TAIL: tl.constexpr,
     WHOLE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -50,7 +37,6 @@ def _merge_parts(
     N_BLOCK: tl.constexpr,
     TARGET: tl.constexpr,
     ITEM_BLOCK: tl.constexpr,
-    PAGE_BLOCK: tl.constexpr,
 ):
     """One program a (request, KV head, query head of its group)."""
     request, head, member = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -102,30 +88,6 @@ def _merge_parts(
             )
             tail_value = tail_value * rescale + tl.sum(values * share[:, None], 0)
             tail_peak = new
-        # The selected pages were read exactly: what the scan added for them is taken away again, in fp32.
-        shift = tl.where(tail_peak == float("-inf"), 0.0, tail_peak)
-        whole = tail_total
-        selected = tl.load(count_ptr + request)
-        listed = pages_ptr + (row * NUM_HEADS + head) * budget
-        for begin in range(0, selected, PAGE_BLOCK):
-            place = begin + tl.arange(0, PAGE_BLOCK)
-            known = place < selected
-            logical = tl.load(listed + place, mask=known, other=0)
-            physical = tl.load(table_ptr + row * table_row + logical, mask=known, other=0).to(tl.int64)
-            weight = tl.load(
-                weight_ptr + row * weight_row + query_head * weight_head + logical, mask=known, other=float("-inf")
-            )
-            weight = tl.exp(weight - shift)
-            record = record_ptr + (physical * NUM_HEADS + head) * RECORD
-            scale = tl.load(record.to(tl.pointer_type(tl.bfloat16)) + VALUE_SCALE // 2, mask=known, other=0.0).to(tl.float32)
-            scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
-            levels = record.to(tl.pointer_type(tl.int8))
-            value = tl.load(levels[:, None] + (VALUE + dim)[None, :], mask=known[:, None] & within[None, :], other=0)
-            tail_total -= tl.sum(weight, 0)
-            tail_value -= tl.sum(value.to(tl.float32) * (weight * scale)[:, None], 0)
-        # What is left of a sum that the selected pages held whole is rounding.
-        left = tail_total > whole * 1e-6
-        tail_total, tail_value = tl.where(left, tail_total, 0.0), tl.where(left, tail_value, 0.0)
         top = tl.maximum(peak, tail_peak)
         top = tl.where(top == float("-inf"), 0.0, top)
         near, far = tl.exp(peak - top), tl.exp(tail_peak - top)
@@ -135,20 +97,7 @@ def _merge_parts(
     tl.store(out_ptr + row * out_row + query_head * out_head + dim, out, mask=within)
 
 
-@dataclass(frozen=True)
-class Tail:
-    """What the tail estimate is made of: a scan with its summaries, page table and pages a request [B], and what was
-    selected, pages int32 [B, H, S] with counts int32 [B]."""
-
-    scan: Scan
-    s: PageSummaries
-    page_table: torch.Tensor
-    num_pages: torch.Tensor
-    pages: torch.Tensor
-    counts: torch.Tensor
-
-
-def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: Tail | None = None) -> torch.Tensor:
+def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: TailParts | None = None) -> torch.Tensor:
     """Write the output [B, Hq, Dv] of a step into `out`, with the tail estimate if there is one.
 
     Returns:
@@ -157,54 +106,31 @@ def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: Tail | No
     batch, query_heads, v_dim = out.shape
     heads = parts.peak.shape[1]
     lse = torch.empty(batch, query_heads, dtype=torch.float32, device=out.device)
-    if tail is None:
-        # Stand-ins of the right kind, which the kernel without a tail never reads.
-        arrays, strides, record, value, value_scale = (lse,) * 5 + (parts.out,) + (lse,) * 3, (0,) * 4, 0, 0, 0
-    else:
-        assert tail.s.record is not None
-        scan, sizes = tail.scan, tail.s.layout.constants
-        arrays = (
-            tail.num_pages,
-            scan.tail_peak,
-            scan.tail_total,
-            scan.tail_value,
-            scan.weight,
-            tail.s.record.contiguous(),
-            tail.page_table,
-            tail.pages,
-            tail.counts,
-        )
-        strides = (scan.weight.stride(0), scan.weight.stride(1), tail.page_table.stride(0), tail.pages.shape[2])
-        record, value, value_scale = sizes["RECORD"], sizes["VALUE"], sizes["VALUE_SCALE"]
+    # Without a tail: stand-ins of the right kind, which the kernel never reads.
+    sums = (lse,) * 4 if tail is None else (tail.num_pages, tail.peak, tail.total, tail.value)
     _merge_parts[(batch, heads, query_heads // heads)](
         parts.peak,
         parts.peak if parts.total is None else parts.total,
         parts.out,
         out,
         lse,
-        *arrays,
+        *sums,
         batch,
         v_scale,
         out.stride(0),
         out.stride(1),
-        *strides,
         NUM_HEADS=heads,
         GROUP=query_heads // heads,
-        RECORD=record,
         DV=v_dim,
         DV_BLOCK=triton.next_power_of_2(v_dim),
-        VALUE=value,
-        VALUE_SCALE=value_scale,
         TAIL=tail is not None,
         WHOLE=parts.total is None,
         SPLITS=parts.splits,
         SPLIT_BLOCK=min(16, parts.splits),
         B_BLOCK=batch_block(batch),
-        N_BLOCK=N_BLOCK,
-        TARGET=TARGET,
-        # At batch 1 and the usual budget each of the two loops runs once or twice: it is their latency that counts.
+        N_BLOCK=tail_kernel.N_BLOCK,
+        TARGET=tail_kernel.TARGET,
         ITEM_BLOCK=128,
-        PAGE_BLOCK=128,
         num_warps=8,
         maxnreg=255,  # left alone, the assembler aims for 128 registers and spills a few bytes
     )
