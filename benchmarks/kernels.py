@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", nargs="+", type=_whole(1, 256), default=[1, 8], metavar="B")
     parser.add_argument("--rank", type=int, choices=(8, 4, 2), default=8)
     parser.add_argument("--budget", type=_whole(3, 1 << 16), default=128, metavar="PAGES", help="pages attended (128)")
-    parser.add_argument("--tail", choices=("qmu", "flat", "off"), default="qmu", help="tail correction of scan and merge (qmu)")
+    parser.add_argument("--tail", choices=("qmu", "flat", "off"), default="qmu", help="tail correction (qmu)")
     parser.add_argument("--replays", type=_whole(FEWEST_REPLAYS, 10_000), default=50, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels.jsonl"), metavar="FILE")
     return parser

@@ -20,6 +20,7 @@ from .summary_pool import SummaryPool
 from .support import (
     DENSE_BACKENDS,
     GPU_VERIFIED,
+    GRAPHS_WITHOUT_KERNELS,
     AttendPath,
     UnsupportedError,
     attend_path,
@@ -145,6 +146,9 @@ class LocksAttnBackend(AttentionBackend):
             find_spec("flashinfer") is not None,
         )
         self._flashinfer: FlashInferDecode | None = None
+        if self.attend_path.name == "flashinfer":
+            # Compiled now, not in the first step of a request.
+            self._make_flashinfer(EAGER_BATCH)
         self._graph_buffers: DecodeBuffers | None = None
         self._decode: DecodePlan | None = None
         self._extend: ExtendPlan | None = None
@@ -232,11 +236,7 @@ class LocksAttnBackend(AttentionBackend):
 
     def _planned_flashinfer(self, lengths: list[int], size: int) -> FlashInferDecode | None:
         """FlashInfer, planned for these requests and padding up to `size` rows; None where the Triton kernel attends."""
-        if self.attend_path.name != "flashinfer":
-            return None
-        if self._flashinfer is None:
-            self._make_flashinfer(EAGER_BATCH)
-        if self._flashinfer is None or size > self._flashinfer.batch:
+        if self.attend_path.name != "flashinfer" or self._flashinfer is None or size > self._flashinfer.batch:
             return None
         counts = [min(self.config.budget_pages, -(-length // PAGE_SIZE)) for length in lengths]
         self._flashinfer.plan((*counts, *[1] * (size - len(counts))))
@@ -249,6 +249,8 @@ class LocksAttnBackend(AttentionBackend):
             self._flashinfer = FlashInferDecode(
                 batch, keys.shape[1], self._group, keys.shape[2], self.config.budget_pages, keys.dtype, keys.device
             )
+        except torch.OutOfMemoryError:
+            raise
         except (ImportError, OSError, RuntimeError) as error:
             self.attend_path = AttendPath("triton", "FlashInfer could not build its kernel")
             logger.warning("locks: decode attends with the Triton kernel, FlashInfer could not build its own: %s", error)
@@ -354,13 +356,19 @@ class LocksAttnBackend(AttentionBackend):
             UnsupportedError: a device, dtype or shape that only the torch reference takes.
         """
         if not self._kernels:
-            raise UnsupportedError(
-                "locks: decode in a CUDA graph needs its Triton kernels, which do not take this GPU or cache; "
-                "use --cuda-graph-backend-decode disabled"
-            )
-        columns = -(-self.req_to_token.shape[1] // PAGE_SIZE)
-        self._graph_buffers = DecodeBuffers.allocate(max_bs, columns, self._keys.shape[1], self._keys.device)
-        if self.attend_path.name == "flashinfer":
+            raise UnsupportedError(GRAPHS_WITHOUT_KERNELS.message(f"{self._keys.device}, {self._keys.dtype} cache"))
+        heads, device = self._keys.shape[1], self._keys.device
+        # No request holds more pages than there are, whatever context the model allows.
+        columns = -(-min(self.req_to_token.shape[1], self._keys.shape[0]) // PAGE_SIZE)
+        self._graph_buffers = DecodeBuffers.allocate(max_bs, columns, heads, device)
+        # Log-sum-exp and weight a query head, a key a KV head: what the largest graph keeps of every page of every row.
+        scratch = 4 * max_bs * columns * heads * (2 * self._group + 1) / 2**30
+        logger.info(
+            "locks: decode graphs of up to %d requests keep %.2f GiB of page scores; --cuda-graph-max-bs-decode makes it less",
+            max_bs,
+            scratch,
+        )
+        if self._flashinfer is not None and self._flashinfer.batch < max_bs:
             self._make_flashinfer(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -65,7 +65,7 @@ def collect() -> dict[str, Any]:
         "entry_point": _entry_point(problems),
         "config": _config(problems),
     }
-    report["attend"] = _attend(bool(report["gpus"]), report["stack"]["flashinfer-python"] is not None)
+    report["attend"] = _attend(_kernels_run(report["gpus"]), report["stack"]["flashinfer-python"] is not None)
     report["seams"] = _seams(problems) if report["sglang"]["in_range"] else []
     report["problems"] = [problem._asdict() for problem in problems]
     report["verdict"] = _verdict(report)
@@ -111,6 +111,12 @@ def _gpus() -> list[str]:
             model = None
         found.append(model.group(1).strip() if model else "NVIDIA GPU")
     return found
+
+
+def _kernels_run(gpus: list[str]) -> bool:
+    """Whether a GPU of these lines has the compute capability that the kernels need; one whose line does not tell counts."""
+    told = [re.search(r", (\d+)\.\d+, [^,]*$", line) for line in gpus]
+    return any(found is None or int(found[1]) >= 9 for found in told)
 
 
 def _attend(gpu: bool, flashinfer: bool) -> list[str]:

@@ -39,7 +39,8 @@ class Feature:
         reason, way_out: for "refused": why, and what to do instead.
         arguments: for "refused": finds it in resolved server arguments, before a model is loaded.
         model: finds it in SGLang's `ModelRunner`, once the KV pool exists.
-        layer: finds it in one `RadixAttention` layer. A refused feature without a probe is refused by SGLang itself.
+        layer: finds it in one `RadixAttention` layer. A refused feature without a probe is refused by SGLang itself, or by the
+            backend when it makes ready for CUDA graphs.
     """
 
     name: str
@@ -230,6 +231,14 @@ _SINKS = Feature(
     model=_sinks,
 )
 
+GRAPHS_WITHOUT_KERNELS = Feature(
+    "decode in CUDA graphs on a GPU or KV cache that the kernels do not take",
+    "refused",
+    "tests/test_backend.py::test_graphs_are_refused_without_kernels",
+    "the kernels need compute capability 9.0 and a cache of the model's dtype; elsewhere decode runs on the torch reference",
+    "Use --cuda-graph-backend-decode disabled",
+)
+
 FEATURES: tuple[Feature, ...] = (
     Feature("MHA and GQA decoder models", "works", _TWIN),
     Feature("page size 16, 32, 64, 128 and 256", "works", "tests/test_backend.py::test_page_sizes"),
@@ -238,6 +247,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("mixed chunk", "dense", "tests/test_inprocess.py::test_mixed_rows_are_counted"),
     Feature("overlap scheduling", "works", _TWIN),
     Feature("decode in CUDA graphs", "works", "tests/test_gpu_graph.py::test_replay_equals_eager"),
+    GRAPHS_WITHOUT_KERNELS,
     Feature("abort in mid-prefill", "works", "tests/test_inprocess.py::test_abort_keeps_summaries"),
     Feature("retraction", "works", "tests/test_inprocess.py::test_retraction_keeps_summaries"),
     Feature("cache flush", "works", "tests/test_inprocess.py::test_flush_forgets"),

@@ -13,7 +13,7 @@ def short_runs_eagerly(result: bool, graph_runner: Any, forward_batch: Any) -> b
     """After the runner of decode graphs said whether it can run a batch."""
     # Asked every step, so it is not the server's arguments that tell whose backend this is.
     config = getattr(graph_runner.attn_backend, "config", None)
-    if not result or not isinstance(config, LocksConfig):
+    if not result or not isinstance(config, LocksConfig) or config.min_context_tokens == 0:
         return None
     return False if config.runs_dense(forward_batch.seq_lens_cpu.tolist()) else None
 

@@ -73,7 +73,7 @@ class Rig:
         self.backend = LocksAttnBackend(runner, LocksConfig(budget_tokens=budget_tokens), None)  # type: ignore[arg-type]
         assert self.backend.attend_path.name == "flashinfer"
         if attend == "triton":
-            self.backend.attend_path = AttendPath("triton", "asked for by the test")
+            self.backend.attend_path, self.backend._flashinfer = AttendPath("triton", "asked for by the test"), None
         summaries = self.backend.summaries
         for layer in range(LAYERS):
             summaries.build_centred(layer, pages.to(DEVICE))

@@ -137,6 +137,8 @@ VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     "step D=128 G=4": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0)),
     "step D=128 G=16 capped": (launch_step, (128, 15, 16, torch.bfloat16, "flat", "max", 30.0)),
     "step D=128 G=8, one request, one head": (launch_step, (128, 8, 8, torch.bfloat16, "qmu", "mass", 0.0, 1, 1)),
+    "step D=128 G=4, 512 requests": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0, 512)),
+    "step D=128 G=8, 200 requests": (launch_step, (128, 8, 8, torch.bfloat16, "qmu", "mass", 0.0, 200)),
     "select with indices": (launch_select, (4, 128, "mass")),
     "select with indices, large budget": (launch_select, (16, 4096, "peak")),
     "plan of one row, 80 layers": (launch_plan, (1, 80, 8)),

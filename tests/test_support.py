@@ -23,6 +23,7 @@ from locks_sglang.support import (
     FEATURES,
     FLASHINFER_HEAD_DIMS,
     GPU_VERIFIED,
+    GRAPHS_WITHOUT_KERNELS,
     NOT_IN_EVERY_VERSION,
     PAGE_SIZES,
     Feature,
@@ -405,6 +406,7 @@ def probed_by() -> dict[str, set[str]]:
         "test_refused_models": {name for name, _, _ in MODELS},
         "test_refused_layers": {name for name, _, _ in LAYERS},
         "test_refused_by_sglang": {case.feature for case in BY_SGLANG},
+        "test_graphs_are_refused_without_kernels": {GRAPHS_WITHOUT_KERNELS.name},
     }
 
 
@@ -426,7 +428,7 @@ def test_row(feature: Feature) -> None:
     tried = probed_by()
     assert feature.name in tried[function]
     assert all(feature.name in tried[f"test_refused_{name}"] for name in used)
-    assert used or function == "test_refused_by_sglang"
+    assert used or function in ("test_refused_by_sglang", "test_graphs_are_refused_without_kernels")
 
 
 def test_rows_are_distinct() -> None:

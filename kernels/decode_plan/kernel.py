@@ -44,7 +44,7 @@ def _plan_rows(
     length = tl.load(length_ptr + row, mask=real, other=1).to(tl.int32)
     held = tl.minimum((length + 15) // 16, columns)
     source = source_ptr + tl.load(request_ptr + row, mask=real, other=0).to(tl.int64) * source_row
-    fills = real & (length % 16 == 0)
+    fills = real & (length % 16 == 0) & (length > 0)
     # The layers of this very step summarise the page that it fills.
     complete = length // 16 - fills.to(tl.int32)
     missing = tl.zeros([BLOCK], tl.int32)

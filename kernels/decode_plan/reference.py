@@ -84,7 +84,7 @@ def plan(
     out.num_pages.copy_(held)
     out.last_page_lens.copy_(((lens - 1) % PAGE_SIZE + 1).unsqueeze(1))
     current = pages.long().gather(1, (held - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-    fills = real & (lens % PAGE_SIZE == 0)
+    fills = real & (lens % PAGE_SIZE == 0) & (lens > 0)
     out.filled.copy_(torch.where(fills, current, -1))
 
     begun = current[real & (lens % PAGE_SIZE == 1)]

@@ -314,7 +314,9 @@ def scan(
 
     groups, columns = max(4, triton.next_power_of_2(group)), triton.next_power_of_2(layout.rank)
     half = triton.next_power_of_2(layout.head_dim // 2)
-    warps, registers = _warps(half, columns, groups, whole=half == layout.head_dim // 2)
+    b_block = batch_block(batch)
+    # The layout of a large batch takes registers too.
+    warps, registers = _warps(half, columns, groups, whole=half == layout.head_dim // 2 and b_block <= 256)
     target = MULTIPROCESSORS * (65536 // (32 * warps * registers))
     items = most_items(target, batch, heads)
     # Not filled: past the pages of a request, up to Nmax, lies most of what the longest context allows.
@@ -349,7 +351,7 @@ def scan(
         TAIL=TAILS.index(tail),
         CAPPED=logit_cap > 0.0,
         PARTIAL=seq_lens is not None,
-        B_BLOCK=batch_block(batch),
+        B_BLOCK=b_block,
         N_BLOCK=N_BLOCK,
         TARGET=target,
         **layout.constants,
@@ -365,7 +367,7 @@ def _warps(half: int, columns: int, groups: int, *, whole: bool) -> tuple[int, i
 
     Args:
         half, columns, groups: block sizes of half a head, the rank and the group.
-        whole: whether half a head fills its block.
+        whole: whether half a head fills its block, and the batch leaves the registers to the pages.
     """
     rows = half * columns // 512
     if rows > 2 or (columns > 8 and groups > 8):

@@ -107,6 +107,7 @@ class FlashInferDecode:
         # FlashInfer copies a plan from pinned memory that its next plan overwrites. That copy stands before the step that
         # it was made for, which the host is at most one ahead of: there is nothing to wait for in practice.
         self._copied.synchronize()
+        self._counts = ()  # should planning fail half way, nothing is planned
         wrapper.plan(*self._lists(counts), **self._shape)
         self._copied.record()
         self._counts = counts
