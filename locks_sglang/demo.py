@@ -312,16 +312,22 @@ def judge(choices: Choices, invalid_pages: int) -> Verdict:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the servers run on: the device and what SGLang is told for it."""
+    """What the servers run on: the device, what SGLang is told for it, and whether locks can decode in CUDA graphs there."""
 
     device: str
     dtype: str
     facts: dict[str, Any]
+    graphs: bool = True
 
     @property
     def flags(self) -> list[str]:
         """Server arguments for this device; on a GPU SGLang finds the device itself."""
         return ["--device", "cpu", "--dtype", self.dtype] if self.device == "cpu" else ["--dtype", self.dtype]
+
+    def sparse(self, budget_tokens: int) -> list[str]:
+        """Server arguments that switch locks on."""
+        flags = ["--attention-backend", "locks", "--locks-budget-tokens", str(budget_tokens)]
+        return flags if self.graphs else [*flags, "--cuda-graph-backend-decode", "disabled"]
 
 
 def look_at_machine() -> Machine:
@@ -335,7 +341,10 @@ def look_at_machine() -> Machine:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     }
     if torch.cuda.is_available():
-        return Machine("cuda", "bfloat16", {**facts, "gpu": torch.cuda.get_device_name(0)})
+        from .kernels.common.capability import COMPUTE_CAPABILITY
+
+        graphs = torch.cuda.get_device_capability(0) >= COMPUTE_CAPABILITY
+        return Machine("cuda", "bfloat16", {**facts, "gpu": torch.cuda.get_device_name(0)}, graphs)
     return Machine("cpu", "float32", facts)
 
 
@@ -554,9 +563,11 @@ def run(options: argparse.Namespace, screen: Screen) -> int:
     screen.say(f"document  {document.tokens:,} tokens of Python's language reference: {', '.join(document.topics)}")
     screen.say(f"example   each conversation opens with one answered question: {EXAMPLE}\n")
 
-    sparse = ["--attention-backend", "locks", "--locks-budget-tokens", str(options.budget_tokens)]
     backend = ["--attention-backend", "torch_native"] if machine.device == "cpu" else []
-    commands = {"locks": server_command(model, machine, sparse), "dense": server_command(model, machine, backend)}
+    commands = {
+        "locks": server_command(model, machine, machine.sparse(options.budget_tokens)),
+        "dense": server_command(model, machine, backend),
+    }
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as scratch, screen.progress() as bars:
         dense_variables = dense_environment(Path(scratch)) if machine.device == "cpu" else dict(os.environ)

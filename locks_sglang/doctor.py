@@ -249,6 +249,8 @@ def _verdict(report: dict[str, Any]) -> str:
         return f"not ready: {len(problems)} problem{'s' if len(problems) > 1 else ''} above, each with its fix"
     sglang, gpus = report["sglang"], report["gpus"]
     where = f"on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}" if gpus else "on CPU (no GPU found)"
+    if gpus and not _kernels_run(gpus):
+        where += " with --cuda-graph-backend-decode disabled, on the torch reference"
     return f"ready: --attention-backend locks on SGLang {sglang['version']} ({sglang['level']}) {where}"
 
 

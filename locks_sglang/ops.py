@@ -1,4 +1,5 @@
-"""The operations of the method: checked, in fp32 torch on the tensors' device. See `docs/method.md` for the mathematics.
+"""The operations of the method: checked, on Triton kernels where device and shapes allow, in fp32 torch elsewhere. See
+`docs/method.md` for the mathematics.
 
 Letters: B requests, Hq query heads, H KV heads, G = Hq / H, D head dim, Dv value head dim, P = 16 tokens a page, N pages,
 R rank, S selected pages. Logarithms are natural.

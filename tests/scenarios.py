@@ -2,6 +2,7 @@
 
 import pydoc_data.topics
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,23 @@ def built(server: InProcessServer) -> list[int]:
     """Summaries built so far, by layer."""
     counts = server.backend.counters.built
     return [counts[layer] for layer in server.backend.summaries.layer_ids]
+
+
+@contextmanager
+def eager_builds(server: InProcessServer) -> Iterator[list[int]]:
+    """Summaries that each layer really builds in the meantime, step by step: what a replayed graph builds is not seen."""
+    summaries, counts = server.backend.summaries, [0] * server.backend.summaries.num_layers
+    build = summaries.build
+
+    def counted(layer_id: int, pages: torch.Tensor) -> None:
+        counts[layer_id - summaries.first_layer] += int((pages >= 0).sum())
+        build(layer_id, pages)
+
+    summaries.build = counted  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        del summaries.build  # type: ignore[method-assign]
 
 
 def verified(server: InProcessServer, pages: torch.Tensor) -> list[tuple[int, int]]:
@@ -136,13 +154,16 @@ def reuse_is_exact(server: InProcessServer) -> None:
 
     def serve(prompt: list[int], new_tokens: int) -> Request:
         before, reused, steps = built(server), server.backend.counters.reused, server.backend.counters.decode_steps
-        (request,) = server.generate([prompt], new_tokens)
+        with eager_builds(server) as really:
+            (request,) = server.generate([prompt], new_tokens)
         cached = request.cached_tokens
         assert cached % page == 0
         # Every decode step stores one token, the surplus one of overlap scheduling too.
         stored = len(prompt) + server.backend.counters.decode_steps - steps
         expected = stored // PAGE - cached // PAGE
         assert [now - then for now, then in zip(built(server), before, strict=True)] == [expected] * len(before)
+        if server.runner.device == "cpu":
+            assert really == [expected] * len(before)
         assert server.backend.counters.reused - reused == cached // PAGE
         return request
 
@@ -166,11 +187,14 @@ def page_size_keeps_reuse(server: InProcessServer) -> None:
     (first,) = server.generate([stem + text_tokens(server, 40)], 24)
     before, steps = built(server), server.backend.counters.decode_steps
     prompt = stem + text_tokens(server, 60, skip=3000)
-    (second,) = server.generate([prompt], 24)
+    with eager_builds(server) as really:
+        (second,) = server.generate([prompt], 24)
     assert second.cached_tokens == len(stem) // page * page > 0
     stored = len(prompt) + server.backend.counters.decode_steps - steps
     expected = stored // PAGE - second.cached_tokens // PAGE
     assert [now - then for now, then in zip(built(server), before, strict=True)] == [expected] * len(before)
+    if server.runner.device == "cpu":
+        assert really == [expected] * len(before)
     assert all((node.builds == 1).all() for node in radix.walk(server.tree))
     assert_summaries_are_fresh(server)
     assert first.finished
@@ -190,8 +214,14 @@ def split_keeps_summaries(server: InProcessServer) -> None:
     kept = torch.cat([n.pages for n in whole])
     assert torch.equal(server.backend.summaries.record[:, kept], records[:, kept])
     assert all(n.stale == 0 and (n.builds == 1).all() for n in parts)
-    nodes = {(n.start, tuple(n.pages.tolist())) for n in radix.walk(server.tree)}
-    assert {page for _, pages in nodes for page in pages} >= set(kept.tolist())
+
+    def by_page(nodes: list[radix.NodeSummaries]) -> dict[int, tuple[bool, int, int]]:
+        told = ((n.pages.tolist(), n.valid.tolist(), n.builds.tolist(), n.reuses.tolist()) for n in nodes)
+        return {page: entry for pages, *entries in told for page, *entry in zip(pages, *entries, strict=True)}
+
+    # The walk says the same of these pages as the path, whatever nodes it finds them in.
+    walked = by_page(list(radix.walk(server.tree)))
+    assert {page: walked[page] for page in kept.tolist()} == by_page(parts)
     assert_summaries_are_fresh(server)
 
 

@@ -274,8 +274,11 @@ def test_verify_sees_wrong_value_means(change: str, slack: float) -> None:
     assert summaries.verify(pages, slack) == [(1, int(pages[2]))]
 
 
-def test_dirty_pages_are_rebuilt_before_they_are_scored() -> None:
-    """KV moved in behind the backend's back: after the mark, the next step rebuilds exactly these pages."""
+@pytest.mark.parametrize("arrival", ["HiCache load", "copy from host memory"])
+def test_dirty_pages_are_rebuilt_before_they_are_scored(arrival: str) -> None:
+    """KV moved in behind the backend's back: the hook marks it, and the next step rebuilds exactly these pages."""
+    from locks_sglang.patches.kv_arrival import after_load, after_load_cpu_copy
+
     bench = Bench(budget_tokens=64)
     bench.step([0], [0], [320], ForwardMode.EXTEND)
     pages = bench.complete_pages(0, 320)
@@ -286,7 +289,11 @@ def test_dirty_pages_are_rebuilt_before_they_are_scored() -> None:
         for buffer in (bench.kv_pool.k_buffer[layer], bench.kv_pool.v_buffer[layer]):
             buffer[slots] = torch.randn(buffer[slots].shape, generator=generator) * 3
     assert {page for _, page in bench.backend.summaries.verify(pages)} == set(moved.tolist())
-    bench.backend.summaries.mark_dirty(slots)
+    if arrival == "HiCache load":
+        after_load(None, SimpleNamespace(mem_pool_device=bench.kv_pool))
+        after_load(slots, SimpleNamespace(mem_pool_device=bench.kv_pool))
+    else:
+        after_load_cpu_copy(None, bench.kv_pool, None, slots)
     bench.step([0], [320], [321], ForwardMode.DECODE)
     assert bench.backend.summaries.verify(pages) == []
     assert bench.backend.counters.rebuilt == len(moved)

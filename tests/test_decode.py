@@ -270,7 +270,7 @@ def summaries_and_factors(
         kv_heads=(1, 2, 3),
         tail=TAILS,
         combine=COMBINES,
-        rank=(1, 2, 4, 8, 15),
+        rank=range(1, 16),
         quantize=(True, False),
         budget=(64, 112, 512),
         kept=((1, 1), (0, 1), (1, 2)),

@@ -162,6 +162,14 @@ def counters(steps: int, held: int, read: int, built: dict[str, int], reused: in
     }
 
 
+def test_flags_of_a_gpu_without_kernels() -> None:
+    """A server would refuse to start there with its default graphs."""
+    usual = demo.Machine("cuda", "bfloat16", {}).sparse(512)
+    assert usual == ["--attention-backend", "locks", "--locks-budget-tokens", "512"]
+    older = demo.Machine("cuda", "bfloat16", {}, graphs=False).sparse(512)
+    assert older == [*usual, "--cuda-graph-backend-decode", "disabled"]
+
+
 def test_page_counts_are_differences() -> None:
     before = counters(2, 10, 8, {"0": 5}, 7, 1)
     after = counters(12, 2750, 328, {"0": 9, "1": 4}, 277, 1)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starts import SGLANG, clean_environment, fake_sglang, run_all
 
-from locks_sglang import LocksConfig, __version__
+from locks_sglang import LocksConfig, __version__, doctor
 from locks_sglang.seams import all_seams
 from locks_sglang.support import verification_level
 
@@ -206,6 +206,23 @@ def test_without_sglang(bare: Callable[[dict[str, str]], Run]) -> None:
     assert len(found) == 3
     assert run.stdout.splitlines()[-1] == "not ready: 3 problems above, each with its fix"
     assert run.stdout.count("not installed") >= 7
+
+
+@pytest.mark.parametrize(
+    ("line", "runs"),
+    [
+        ("NVIDIA H200, 143771 MiB, 9.0, 570.1", True),
+        ("NVIDIA B200, 183359 MiB, 10.0, 580.1", True),
+        ("NVIDIA A100-SXM4-80GB, 81920 MiB, 8.0, 570.1", False),
+        ("NVIDIA GPU", True),
+        ("NVIDIA GPU, [N/A], [N/A], 570.1", True),
+    ],
+)
+def test_a_gpu_without_kernels_is_told(line: str, runs: bool) -> None:
+    """The verdict names the flag without which a server refuses such a GPU; what is not known is taken for good."""
+    sglang = {"version": "0.5.23", "level": "CPU-verified"}
+    verdict = doctor._verdict({"problems": [], "sglang": sglang, "gpus": [line]})
+    assert ("--cuda-graph-backend-decode disabled" in verdict) == (not runs)
 
 
 def test_gpus_are_listed(bare: Callable[[dict[str, str]], Run], tmp_path: Path) -> None:
