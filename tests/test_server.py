@@ -130,3 +130,23 @@ def test_refusal_stops_the_start(model_path: str) -> None:
         assert run.returncode != 0
         assert message in run.stdout + run.stderr
         assert "Load weight begin" not in run.stdout + run.stderr
+
+
+def test_benchmark_module_runs(model_path: str, tmp_path: Path) -> None:
+    """`locks-sglang run` takes SGLang's one-batch benchmark through prefill and sparse decode."""
+    command = [str(Path(sys.executable).with_name("locks-sglang")), "run", "sglang.benchmark.one_batch"]
+    command += [
+        "--model-path",
+        model_path,
+        *COMMON,
+        "--locks-budget-tokens",
+        "256",
+        "--result-filename",
+        str(tmp_path / "results"),
+    ]
+    command += ["--batch-size", "1", "--input-len", "600", "--output-len", "4"]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=600)
+    said = run.stdout + run.stderr
+    assert run.returncode == 0, said[-3000:]
+    assert "locks config" in said
+    assert "Decode.  median latency" in said
