@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..support import HEAD_DIMS, LARGEST_GROUP
+
 PAGE_SIZE = 16
 KERNELS = ("scan", "select", "attend", "tail", "merge", "build")
 SHAPES = ("4,8,128", "8,4,128")
@@ -112,15 +114,13 @@ def _context(text: str) -> int:
 
 
 def _shape(text: str) -> Shape:
-    # Without torch, so that `--help` needs nothing.
-    head_dims, largest_group = (64, 96, 128, 256), 16
     try:
         shape = Shape(*map(int, text.split(",")))
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"must be KV heads,group,head dimension such as 8,4,128, got {text!r}") from None
-    if not (1 <= shape.heads <= 128 and 1 <= shape.group <= largest_group and shape.dim in head_dims):
+    if not (1 <= shape.heads <= 128 and 1 <= shape.group <= LARGEST_GROUP and shape.dim in HEAD_DIMS):
         raise argparse.ArgumentTypeError(
-            f"takes 1 to 128 KV heads, groups of 1 to {largest_group} and head dimensions {', '.join(map(str, head_dims))}, "
+            f"takes 1 to 128 KV heads, groups of 1 to {LARGEST_GROUP} and head dimensions {', '.join(map(str, HEAD_DIMS))}, "
             f"got {text!r}"
         )
     return shape

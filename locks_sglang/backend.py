@@ -236,7 +236,7 @@ class LocksAttnBackend(AttentionBackend):
 
     def _planned_flashinfer(self, lengths: list[int], size: int) -> FlashInferDecode | None:
         """FlashInfer, planned for these requests and padding up to `size` rows; None where the Triton kernel attends."""
-        if self.attend_path.name != "flashinfer" or self._flashinfer is None or size > self._flashinfer.batch:
+        if self._flashinfer is None or size > self._flashinfer.batch:
             return None
         counts = [min(self.config.budget_pages, -(-length // PAGE_SIZE)) for length in lengths]
         self._flashinfer.plan((*counts, *[1] * (size - len(counts))))
@@ -252,7 +252,7 @@ class LocksAttnBackend(AttentionBackend):
         except torch.OutOfMemoryError:
             raise
         except (ImportError, OSError, RuntimeError) as error:
-            self.attend_path = AttendPath("triton", "FlashInfer could not build its kernel")
+            self.attend_path, self._flashinfer = AttendPath("triton", "FlashInfer could not build its kernel"), None
             logger.warning("locks: decode attends with the Triton kernel, FlashInfer could not build its own: %s", error)
 
     def _count_built(self, pages: int) -> None:

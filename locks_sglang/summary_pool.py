@@ -160,10 +160,19 @@ class SummaryPool:
         """Build what earlier steps left, and rebuild what `mark_dirty` named. Runs before a step's plan, on its stream."""
         late, self._late = self._late, []
         for filled in late:
-            pages = filled[filled >= 0]
-            for layer_id in self.layer_ids:
-                self.build_centred(layer_id, pages)
-        self.counters.rebuilt += self._rebuild_dirty()
+            self._build_layers(filled[filled >= 0])
+        if self._dirty:
+            pages = torch.tensor(sorted(self._dirty), dtype=torch.int64, device=self.valid.device)
+            self._dirty.clear()
+            self.valid[:, pages] = False
+            self.count_builds(pages)
+            self._build_layers(pages)
+            self.counters.rebuilt += pages.numel()
+
+    def _build_layers(self, pages: torch.Tensor) -> None:
+        """`build_centred` in every layer."""
+        for layer_id in self.layer_ids:
+            self.build_centred(layer_id, pages)
 
     def _fix_center(self, index: int, k: torch.Tensor) -> None:
         """Fix the centre of a layer for good, from the ordinary ones among the first pages: k fp32 [n, P, H, D].
@@ -228,15 +237,3 @@ class SummaryPool:
         Only a host-side set is touched here: the device flags belong to the forward stream, which `catch_up` runs on.
         """
         self._dirty.update((slots.reshape(-1) // PAGE_SIZE).unique().tolist())
-
-    def _rebuild_dirty(self) -> int:
-        """Rebuild every page that `mark_dirty` named; returns how many."""
-        if not self._dirty:
-            return 0
-        pages = torch.tensor(sorted(self._dirty), dtype=torch.int64, device=self.valid.device)
-        self._dirty.clear()
-        self.valid[:, pages] = False
-        self.count_builds(pages)
-        for layer_id in self.layer_ids:
-            self.build_centred(layer_id, pages)
-        return pages.numel()

@@ -76,11 +76,16 @@ class RecordLayout:
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     @cached_property
+    def key_constants(self) -> dict[str, int]:
+        """What a kernel that reads the keys' part is compiled with: sizes, and byte offsets of its sections."""
+        offsets = {name.upper(): offset for name, (offset, _) in self.sections.items() if not name.startswith("value")}
+        return offsets | {"RECORD": self.record_bytes, "D": self.head_dim, "R": self.rank}
+
+    @cached_property
     def constants(self) -> dict[str, int]:
-        """What a kernel is compiled with: sizes, and byte offsets of the sections; -1 for the value mean that is not there."""
-        offsets = {name.upper(): offset for name, (offset, _) in self.sections.items()}
-        value = {"VALUE": offsets.pop("VALUE_MEAN", -1), "VALUE_SCALE": offsets.pop("VALUE_SCALE", -1)}
-        return offsets | value | {"RECORD": self.record_bytes, "D": self.head_dim, "DV": self.v_head_dim, "R": self.rank}
+        """The same for a kernel of the whole record; -1 for the value mean that is not there."""
+        value, scale = (self.sections.get(name, (-1, 0))[0] for name in ("value_mean", "value_scale"))
+        return self.key_constants | {"DV": self.v_head_dim, "VALUE": value, "VALUE_SCALE": scale}
 
 
 @dataclass(frozen=True)

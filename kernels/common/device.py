@@ -1,4 +1,4 @@
-"""What the Triton kernels share: rounding as the torch reference rounds, and the soft cap.
+"""What the Triton kernels share: rounding as the torch reference rounds, reading a record, and the soft cap.
 
 Arguments that follow the batch or the longest context are not specialised: serving would stop to compile at new lengths.
 """
@@ -25,6 +25,14 @@ def bf16_scale(largest, usable, LEVELS: tl.constexpr):
     scale = (bits << 16).to(tl.float32, bitcast=True)
     usable = usable & (scale < float("inf"))
     return tl.where(usable, bits, 0x7FC0).to(tl.int16), tl.where(usable & (scale > 0), scale, 1.0), usable
+
+
+@triton.jit
+def load_section(at, within, WHOLE: tl.constexpr):
+    """What stands at `at` where it lies within a record's section, else 0; without a mask where the whole block does."""
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, mask=within, other=0)
 
 
 @triton.jit

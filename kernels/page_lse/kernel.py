@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..build_page_summaries import PageSummaries
-from ..common.device import round_half_even, soft_cap
+from ..common.device import load_section, round_half_even, soft_cap
 
 MULTIPROCESSORS = 132
 """Of an H200. A scan has as many items as its programs fit there at once."""
@@ -64,14 +64,6 @@ def _fixed_point(x, unit, part):
 
 
 @triton.jit
-def _load(at, within, WHOLE: tl.constexpr):
-    """What stands at `at` where it lies within the record's section; without a mask where the whole block does."""
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, mask=within, other=0)
-
-
-@triton.jit
 def _joined(x, ROWS: tl.constexpr, G_BLOCK: tl.constexpr):
     """Products with both bytes of every query, int32 [ROWS, 2 G], as fp32 [ROWS, G]."""
     upper, lower = tl.split(tl.reshape(x, [ROWS, G_BLOCK, 2]))
@@ -79,10 +71,18 @@ def _joined(x, ROWS: tl.constexpr, G_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _token_logits(spread, words, HIGH: tl.constexpr, offset):
-    """Logits of one token of every word from its unscaled spread, with the bf16 scale in the high or low half of `words`."""
-    scale = (words & -65536 if HIGH else words << 16).to(tl.float32, bitcast=True)
-    return spread * scale[:, None, :] + offset
+def _token_logits(coef, BYTE: tl.constexpr, spread, scales, offset, cap, CAPPED: tl.constexpr):
+    """Logits fp32 [words, G, N] of one token of every word.
+
+    Its coefficients are a byte of `coef`, int32 [R, words, N]; its bf16 scale is the lower half of `scales` where that byte is
+    even, else the upper one. `spread` fp32 [R, 1, G, N] are the queries along the basis.
+    """
+    levels = ((coef << (24 - 8 * BYTE)) >> 24).to(tl.float32)
+    scale = (scales & -65536 if BYTE % 2 == 1 else scales << 16).to(tl.float32, bitcast=True)
+    logits = tl.sum(levels[:, :, None, :] * spread, 0) * scale[:, None, :] + offset
+    if CAPPED:
+        logits = soft_cap(logits, cap)
+    return logits
 
 
 @triton.jit(do_not_specialize=["batch", "table_row", "lse_row", "lse_head"])
@@ -112,7 +112,6 @@ def _scan_pages(
     RECORD: tl.constexpr,
     D: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
-    DV: tl.constexpr,
     R: tl.constexpr,
     R_BLOCK: tl.constexpr,
     BASIS: tl.constexpr,
@@ -121,8 +120,6 @@ def _scan_pages(
     COEF_SCALE: tl.constexpr,
     MEAN: tl.constexpr,
     MEAN_SCALE: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
     TAIL: tl.constexpr,
     CAPPED: tl.constexpr,
     PARTIAL: tl.constexpr,
@@ -132,6 +129,7 @@ def _scan_pages(
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
+    cap = logit_cap * LOG2E
     pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
     row = tl.arange(0, B_BLOCK)
     group = tl.arange(0, G_BLOCK)
@@ -182,20 +180,20 @@ def _scan_pages(
 
             at = (record[:, None] + (BASIS + column * (D // 2))[None, :])[:, :, None] + half[None, None, :]
             within = kept[None, :, None] & inside[None, None, :]
-            packed = _load(at, within, R_BLOCK == R and HALF_BLOCK == D // 2)
+            packed = load_section(at, within, R_BLOCK == R and HALF_BLOCK == D // 2)
             packed = tl.reshape(packed, [N_BLOCK * R_BLOCK, HALF_BLOCK])
             # Upper nibbles stay where they are, sixteen times too large; flipping their top bit takes off the 8 added to them.
             spread = tl.dot(((packed & 0xF0) ^ 0x80).to(tl.int8, bitcast=True), q_high, out_dtype=tl.int32)
             spread = (spread >> 4) - excess[None, :]
             spread = tl.dot((packed & 15).to(tl.int8, bitcast=True), q_low, spread, out_dtype=tl.int32)
             at = record.to(tl.pointer_type(tl.bfloat16))[:, None] + (BASIS_SCALE // 2 + column)[None, :]
-            basis_scale = _load(at, kept[None, :], R_BLOCK == R).to(tl.float32)
+            basis_scale = load_section(at, kept[None, :], R_BLOCK == R).to(tl.float32)
             spread = tl.reshape(_joined(spread, N_BLOCK * R_BLOCK, G_BLOCK), [N_BLOCK, R_BLOCK, G_BLOCK])
             spread = tl.permute(spread * (basis_scale[:, :, None] * unit[None, None, :]), [1, 2, 0])[:, None, :, :]
 
             at = levels[:, None] + (MEAN + half)[None, :]
-            offset = tl.dot(_load(at, inside[None, :], HALF_BLOCK == D // 2), q_low, out_dtype=tl.int32)
-            mean_high = _load(at + D // 2, inside[None, :], HALF_BLOCK == D // 2)
+            offset = tl.dot(load_section(at, inside[None, :], HALF_BLOCK == D // 2), q_low, out_dtype=tl.int32)
+            mean_high = load_section(at + D // 2, inside[None, :], HALF_BLOCK == D // 2)
             offset = tl.dot(mean_high, q_high, offset, out_dtype=tl.int32)
             mean_scale = (tl.load(words + MEAN_SCALE // 4) << 16).to(tl.float32, bitcast=True)
             offset = _joined(offset, N_BLOCK, G_BLOCK) * (mean_scale[:, None] * unit[None, :]) + q_center[None, :]
@@ -208,23 +206,16 @@ def _scan_pages(
             for part in tl.static_range(2):
                 word = 2 * part + tl.arange(0, 2)
                 at = (words[:, None] + (COEF // 4 + column * 4)[None, :])[:, :, None] + word[None, None, :]
-                coef = tl.permute(_load(at, kept[None, :, None], R_BLOCK == R), [1, 2, 0])
+                coef = tl.permute(load_section(at, kept[None, :, None], R_BLOCK == R), [1, 2, 0])
                 at = words[:, None] + (COEF_SCALE // 4 + 2 * word)[None, :]
                 front, back = tl.trans(tl.load(at)), tl.trans(tl.load(at + 1))
-                first_token = tl.sum(((coef << 24) >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
-                first_token = _token_logits(first_token, front, False, shift)
-                second = tl.sum(((coef << 16) >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
-                second = _token_logits(second, front, True, shift)
-                third = tl.sum(((coef << 8) >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
-                third = _token_logits(third, back, False, shift)
-                fourth = tl.sum((coef >> 24).to(tl.float32)[:, :, None, :] * spread, 0)
-                fourth = _token_logits(fourth, back, True, shift)
-                if CAPPED:
-                    first_token, second = soft_cap(first_token, logit_cap * LOG2E), soft_cap(second, logit_cap * LOG2E)
-                    third, fourth = soft_cap(third, logit_cap * LOG2E), soft_cap(fourth, logit_cap * LOG2E)
-                new = tl.maximum(top, tl.max(tl.maximum(tl.maximum(first_token, second), tl.maximum(third, fourth)), 0))
+                l0 = _token_logits(coef, 0, spread, front, shift, cap, CAPPED)
+                l1 = _token_logits(coef, 1, spread, front, shift, cap, CAPPED)
+                l2 = _token_logits(coef, 2, spread, back, shift, cap, CAPPED)
+                l3 = _token_logits(coef, 3, spread, back, shift, cap, CAPPED)
+                new = tl.maximum(top, tl.max(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), 0))
                 base = new[None, :, :]
-                more = (tl.exp2(first_token - base) + tl.exp2(second - base)) + (tl.exp2(third - base) + tl.exp2(fourth - base))
+                more = (tl.exp2(l0 - base) + tl.exp2(l1 - base)) + (tl.exp2(l2 - base) + tl.exp2(l3 - base))
                 mass = mass * tl.exp2(top - new) + tl.sum(more, 0)
                 top = new
             lse = top + tl.log2(mass)
@@ -244,7 +235,7 @@ def _scan_pages(
                 if TAIL == 1:
                     weight = offset
                     if CAPPED:
-                        weight = soft_cap(weight, logit_cap * LOG2E)
+                        weight = soft_cap(weight, cap)
                     weight += 4.0
                 else:
                     weight = lse + 0.5 * (lse - 4.0 - top)
@@ -316,7 +307,7 @@ def scan(
     half = triton.next_power_of_2(layout.head_dim // 2)
     b_block = batch_block(batch)
     # The layout of a large batch takes registers too.
-    warps, registers = _warps(half, columns, groups, whole=half == layout.head_dim // 2 and b_block <= 256)
+    warps, registers = _warps(half, columns, groups, spare=half == layout.head_dim // 2 and b_block <= 256)
     target = MULTIPROCESSORS * (65536 // (32 * warps * registers))
     items = most_items(target, batch, heads)
     # Not filled: past the pages of a request, up to Nmax, lies most of what the longest context allows.
@@ -354,26 +345,26 @@ def scan(
         B_BLOCK=b_block,
         N_BLOCK=N_BLOCK,
         TARGET=target,
-        **layout.constants,
+        **layout.key_constants,
         num_warps=warps,
         maxnreg=min(registers, 255),
     )
     return made
 
 
-def _warps(half: int, columns: int, groups: int, *, whole: bool) -> tuple[int, int]:
+def _warps(half: int, columns: int, groups: int, *, spare: bool) -> tuple[int, int]:
     """Warps of a program, and registers that a thread of them is given: as few as hold the levels of 16 pages and the logits of
     all groups.
 
     Args:
         half, columns, groups: block sizes of half a head, the rank and the group.
-        whole: whether half a head fills its block, and the batch leaves the registers to the pages.
+        spare: whether neither masks, where half a head does not fill its block, nor a large batch take registers of their own.
     """
     rows = half * columns // 512
     if rows > 2 or (columns > 8 and groups > 8):
         return 8, 256
     if rows > 1 or groups > 8:
         return 4, 256
-    if not ONE_WARP or columns > 8 or not whole:
+    if not ONE_WARP or columns > 8 or not spare:
         return 2, 256
     return 1, 168 if groups <= 4 else 256

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..build_page_summaries import PageSummaries
+from ..common.device import load_section
 from ..page_lse.kernel import batch_block, item_layout, item_place, most_items
 
 TARGET = 264
@@ -63,7 +64,7 @@ def _sum_tail(
             scale = tl.load(record.to(tl.pointer_type(tl.bfloat16)) + VALUE_SCALE // 2).to(tl.float32)
             scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
             at = record.to(tl.pointer_type(tl.int8))[:, None] + (VALUE + dim)[None, :]
-            levels = tl.load(at) if DV_BLOCK == DV else tl.load(at, mask=(dim < DV)[None, :], other=0)
+            levels = load_section(at, (dim < DV)[None, :], DV_BLOCK == DV)
 
             new = tl.maximum(peak, tl.max(weight, 1))
             base = tl.where(new == float("-inf"), 0.0, new)
