@@ -260,17 +260,38 @@ def decode_record(
     basis = np.empty((*data.shape[:2], dim, rank))
     for column in range(rank):
         for j in range(dim // 2):
-            basis[..., j, column] = nibbles[..., column, j] % 16 - 8.0
-            basis[..., j + dim // 2, column] = nibbles[..., column, j] // 16 - 8.0
-    coef = int8(PAGE * rank).reshape(*data.shape[:2], rank, PAGE).swapaxes(-1, -2)
+            basis[..., j, column] = (nibbles[..., column, j] % 16 + 8) % 16 - 8.0
+            basis[..., j + dim // 2, column] = (nibbles[..., column, j] // 16 + 8) % 16 - 8.0
+    even = rank + rank % 2
+    stored = int8(PAGE * even).reshape(*data.shape[:2], PAGE * even)
+    coef = np.empty((*data.shape[:2], PAGE, even))
+    for token in range(PAGE):
+        for column in range(even):
+            coef[..., token, column] = stored[..., token % 8 * 2 * even + column // 2 * 4 + token // 8 * 2 + column % 2]
+    assert not coef[..., rank:].any(), "padding is not zero"
+    coef = coef[..., :rank]
     mean = int8(dim)
     values = int8(v_dim) if value_mean else None
-    scales = {"coef": bf16(PAGE), "basis": bf16(rank + rank % 2)}
-    assert not scales["basis"][..., rank:].any(), "padding is not zero"
-    scales |= {"basis": scales["basis"][..., :rank], "mean": bf16(1)}
+    each = 8 if rank <= 8 else 16
+    stored = bf16(4 * each)
+    scales = {"coef": np.empty((*data.shape[:2], PAGE)), "basis": np.empty((*data.shape[:2], rank))}
+    used = np.zeros(4 * each, dtype=bool)
+
+    def scale(row: int, place: int) -> np.ndarray:
+        used[row * each + place] = True
+        return stored[..., row * each + place]
+
+    for token in range(PAGE):
+        scales["coef"][..., token] = scale(token % 8 // 2, token // 8 * 2 + token % 2)
+    for column in range(rank):
+        scales["basis"][..., column] = scale(column % 8 // 2, (4 if column < 8 else 8) + column % 2)
+    for row in range(4):
+        scales["mean"] = scale(row, 6)[..., None]
+        if values is not None:
+            scales["value_mean"] = scale(row, 7)[..., None]
+    assert not stored[..., ~used].any(), "padding is not zero"
     mu = mean * scales["mean"] + f64(center)
     if values is not None:
-        scales["value_mean"] = bf16(1)
         values = values * scales["value_mean"]
     assert not data[..., at:].any(), "padding is not zero"
     return Factors(mu, basis * scales["basis"][..., None, :], coef * scales["coef"][..., None], values), scales

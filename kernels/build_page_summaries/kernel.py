@@ -88,13 +88,11 @@ def _build_pages(
     R: tl.constexpr,
     R_BLOCK: tl.constexpr,
     BASIS: tl.constexpr,
-    BASIS_SCALE: tl.constexpr,
     COEF: tl.constexpr,
-    COEF_SCALE: tl.constexpr,
     MEAN: tl.constexpr,
-    MEAN_SCALE: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
+    SCALES: tl.constexpr,
+    EACH: tl.constexpr,
     SWEEPS: tl.constexpr,
     SMALL: tl.constexpr,
 ):
@@ -107,7 +105,8 @@ def _build_pages(
     inside = half < D // 2
     slots = page * 16 + token
     out = record_ptr + (page * NUM_HEADS + head) * RECORD
-    scales = out.to(tl.pointer_type(tl.int16))
+    scales = out.to(tl.pointer_type(tl.int16)) + SCALES // 2
+    lane = tl.arange(0, 4)
 
     at = k_ptr + slots[:, None] * k_slot + head * k_head + half[None, :]
     low = tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
@@ -142,32 +141,39 @@ def _build_pages(
     kept = column < R
     largest = tl.maximum(tl.max(tl.abs(basis_low), 1), tl.max(tl.abs(basis_high), 1))
     bits, divisor, _ = bf16_scale(largest, largest >= 0.0, 7)
-    tl.store(scales + BASIS_SCALE // 2 + column, bits, mask=kept)
+    at = column % 8 // 2 * EACH + tl.where(column < 8, 4, 8) + column % 2
+    tl.store(scales + at, bits, mask=kept)
+    # The scan multiplies what stands behind the last column by coefficients of 0, so it must be finite.
+    behind = tl.arange(0, 8 if EACH == 8 else 16)
+    at = behind % 8 // 2 * EACH + tl.where(behind < 8, 4, 8) + behind % 2
+    tl.store(scales + at, tl.zeros_like(behind).to(tl.int16), mask=behind >= R)
     inverse = 1.0 / divisor
     low_level = round_half_even(basis_low * inverse[:, None])
     high_level = round_half_even(basis_high * inverse[:, None])
-    low_level = tl.minimum(tl.maximum(low_level, -7.0), 7.0).to(tl.int32) + 8
-    high_level = tl.minimum(tl.maximum(high_level, -7.0), 7.0).to(tl.int32) + 8
+    low_level = tl.minimum(tl.maximum(low_level, -7.0), 7.0).to(tl.int32)
+    high_level = tl.minimum(tl.maximum(high_level, -7.0), 7.0).to(tl.int32)
     tl.store(
         out + BASIS + column[:, None] * (D // 2) + half[None, :],
-        (low_level | (high_level << 4)).to(tl.uint8),
+        ((low_level & 15) | ((high_level & 15) << 4)).to(tl.uint8),
         mask=kept[:, None] & inside[None, :],
     )
 
     coef = tl.where(kept[None, :], left * norm[None, :], 0.0)
     largest = tl.max(tl.abs(coef), 1)
     bits, divisor, _ = bf16_scale(largest, largest >= 0.0, 127)
-    tl.store(scales + COEF_SCALE // 2 + token, bits)
+    tl.store(scales + token % 8 // 2 * EACH + token // 8 * 2 + token % 2, bits)
     level = round_half_even(tl.div_rn(coef, divisor[:, None] + tl.zeros_like(coef)))
     level = tl.minimum(tl.maximum(level, -127.0), 127.0).to(tl.int8)
-    tl.store(out.to(tl.pointer_type(tl.int8)) + COEF + column[None, :] * 16 + token[:, None], level, mask=kept[None, :])
+    even = (R + 1) // 2 * 2  # coefficients of the column behind an odd last one are 0
+    at = (token % 8 * (even * 2) + token // 8 * 2)[:, None] + (column // 2 * 4 + column % 2)[None, :]
+    tl.store(out.to(tl.pointer_type(tl.int8)) + COEF + at, level, mask=(column < even)[None, :])
 
     center = center_ptr + head * D + half
     mean_low -= tl.load(center, mask=inside, other=0.0)
     mean_high -= tl.load(center + D // 2, mask=inside, other=0.0)
     largest = tl.maximum(tl.max(tl.abs(mean_low), 0), tl.max(tl.abs(mean_high), 0))
     bits, divisor, usable = bf16_scale(largest, finite & (largest >= 0.0), 127)
-    tl.store(scales + MEAN_SCALE // 2, bits)
+    tl.store(scales + lane * EACH + 6, bits + tl.zeros([4], tl.int16))
     _store_levels(out + MEAN + half, mean_low, divisor, usable, inside)
     _store_levels(out + MEAN + D // 2 + half, mean_high, divisor, usable, inside)
 
@@ -178,7 +184,7 @@ def _build_pages(
         value = tl.sum(values.to(tl.float32), 0) / 16.0
         usable = tl.sum((tl.abs(value) < float("inf")).to(tl.int32), 0) == DV_BLOCK
         bits, divisor, usable = bf16_scale(tl.max(tl.abs(value), 0), usable, 127)
-        tl.store(scales + VALUE_SCALE // 2, bits)
+        tl.store(scales + lane * EACH + 7, bits + tl.zeros([4], tl.int16))
         _store_levels(out + VALUE + dim, value, divisor, usable, within)
     if head == 0:
         tl.store(valid_ptr + page, 1)
@@ -226,7 +232,7 @@ def build(
         NUM_HEADS=heads,
         HALF_BLOCK=max(16, half),
         DV_BLOCK=triton.next_power_of_2(layout.v_head_dim),
-        R_BLOCK=triton.next_power_of_2(layout.rank),
+        R_BLOCK=max(2, triton.next_power_of_2(layout.rank)),
         SWEEPS=SWEEPS,
         SMALL=SMALL,
         **layout.constants,

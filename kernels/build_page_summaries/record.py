@@ -3,17 +3,16 @@
 One record describes one (page, KV head). Sections follow each other without gaps; the record is padded to 64 bytes so
 that a GPU reads it in whole sectors:
 
-    basis        uint8 [R, D/2]   int4, offset binary (value + 8); byte j of a column holds dims j (low) and j + D/2 (high)
-    coef         int8  [R, P]
+    basis        uint8 [R, D/2]   int4, two's complement; byte j of a column holds dims j (low) and j + D/2 (high)
+    coef         int8  [P/2, ceil(R/2), 2, 2]   of token t and column j at (t % 8, j // 2, t // 8, j % 2); zeros follow where R
+                       is odd. A lane of a tensor core takes four of them, so they lie in one word
     mean         int8  [D]        key mean less the layer's centre
     value mean   int8  [Dv]       only with `value_mean`
-    coef scale   bf16  [P]        one a token
-    basis scale  bf16  [R]        one a column; a zero follows where R is odd
-    mean scale   bf16  [1]
-    value scale  bf16  [1]        only with `value_mean`
+    scales       bf16  [4, 8]     [4, 16] where R > 8. Row c: of tokens 2c, 2c + 1, 2c + 8, 2c + 9, of columns 2c, 2c + 1,
+                       of the mean and of the value mean, of columns 2c + 8, 2c + 9; zeros where there is nothing
 
-The scales come last, so that at the usual head dimensions every long section starts on 16 bytes; where D is a multiple of 8 the
-coefficients, their scales and the pair of the last two start on 4 bytes and can be read as words.
+Scales stand in the order in which four lanes want them, and come last, so that at the usual head dimensions every long section
+starts on 16 bytes.
 """
 
 from dataclasses import dataclass
@@ -57,17 +56,24 @@ class RecordLayout:
     @cached_property
     def sections(self) -> dict[str, tuple[int, int]]:
         """Offset and length in bytes of every section, in order."""
-        sizes = {"basis": self.rank * self.head_dim // 2, "coef": PAGE_SIZE * self.rank, "mean": self.head_dim}
+        sizes = {
+            "basis": self.rank * self.head_dim // 2,
+            "coef": PAGE_SIZE * (self.rank + self.rank % 2),
+            "mean": self.head_dim,
+        }
         if self.value_mean:
             sizes["value_mean"] = self.v_head_dim
-        sizes |= {"coef_scale": 2 * PAGE_SIZE, "basis_scale": 2 * (self.rank + self.rank % 2), "mean_scale": 2}
-        if self.value_mean:
-            sizes["value_scale"] = 2
+        sizes["scales"] = 8 * self.scales_each
         offsets, at = {}, 0
         for name, size in sizes.items():
             offsets[name] = (at, size)
             at += size
         return offsets
+
+    @property
+    def scales_each(self) -> int:
+        """Scales in each of the four rows."""
+        return 8 if self.rank <= 8 else 16
 
     @cached_property
     def record_bytes(self) -> int:
@@ -79,13 +85,12 @@ class RecordLayout:
     def key_constants(self) -> dict[str, int]:
         """What a kernel that reads the keys' part is compiled with: sizes, and byte offsets of its sections."""
         offsets = {name.upper(): offset for name, (offset, _) in self.sections.items() if not name.startswith("value")}
-        return offsets | {"RECORD": self.record_bytes, "D": self.head_dim, "R": self.rank}
+        return offsets | {"RECORD": self.record_bytes, "D": self.head_dim, "R": self.rank, "EACH": self.scales_each}
 
     @cached_property
     def constants(self) -> dict[str, int]:
         """The same for a kernel of the whole record; -1 for the value mean that is not there."""
-        value, scale = (self.sections.get(name, (-1, 0))[0] for name in ("value_mean", "value_scale"))
-        return self.key_constants | {"DV": self.v_head_dim, "VALUE": value, "VALUE_SCALE": scale}
+        return self.key_constants | {"DV": self.v_head_dim, "VALUE": self.sections.get("value_mean", (-1, 0))[0]}
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,13 @@ def quantize(x: torch.Tensor, dim: int, levels: int) -> tuple[torch.Tensor, torc
     return q, torch.where(finite, scale, nan).squeeze(dim)
 
 
+def _by_lane(coef: torch.Tensor) -> torch.Tensor:
+    """Coefficients [..., P, R] in the order of the record, [..., P * (R + R % 2)]."""
+    even = torch.nn.functional.pad(coef, (0, coef.shape[-1] % 2))
+    split = even.unflatten(-1, (-1, 2)).unflatten(-3, (2, PAGE_SIZE // 2))
+    return split.movedim(-4, -2).flatten(-4)
+
+
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """A bf16 or int8 tensor [..., n] as uint8 [..., bytes]."""
     return x.contiguous().view(torch.uint8)
@@ -125,22 +137,29 @@ def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
     """Quantise factors with leading shape [...] into uint8 [..., record_bytes]."""
     half = layout.head_dim // 2
     basis, basis_scale = quantize(factors.basis.transpose(-1, -2), -1, 7)
-    nibbles = (basis + 8).to(torch.uint8)
+    nibbles = basis.to(torch.int8).view(torch.uint8) & 15
     coef, coef_scale = quantize(factors.coef, -1, 127)
     mean, mean_scale = quantize(factors.mean, -1, 127)
     parts = {
         "basis": (nibbles[..., :half] | (nibbles[..., half:] << 4)).flatten(-2),
-        "basis_scale": _bytes_of(torch.nn.functional.pad(basis_scale, (0, layout.rank % 2))),
-        "coef": _bytes_of(coef.to(torch.int8).transpose(-1, -2)).flatten(-2),
-        "coef_scale": _bytes_of(coef_scale),
+        "coef": _bytes_of(_by_lane(coef.to(torch.int8))),
         "mean": _bytes_of(mean.to(torch.int8)),
-        "mean_scale": _bytes_of(mean_scale.unsqueeze(-1)),
     }
     if layout.value_mean:
         require(factors.value_mean is not None, "the layout stores a value mean but none was given")
         value, value_scale = quantize(factors.value_mean, -1, 127)
-        parts |= {"value_mean": _bytes_of(value.to(torch.int8)), "value_scale": _bytes_of(value_scale.unsqueeze(-1))}
+        parts["value_mean"] = _bytes_of(value.to(torch.int8))
     lead = factors.mean.shape[:-1]
+    columns = torch.nn.functional.pad(basis_scale, (0, layout.scales_each - layout.rank)).unflatten(-1, (-1, 4, 2))
+    scales = torch.zeros(*lead, 4, layout.scales_each, dtype=torch.bfloat16, device=factors.mean.device)
+    scales[..., :4] = coef_scale.unflatten(-1, (2, 4, 2)).transpose(-3, -2).flatten(-2)
+    scales[..., 4:6] = columns[..., 0, :, :]
+    scales[..., 6] = mean_scale.unsqueeze(-1)
+    if layout.value_mean:
+        scales[..., 7] = value_scale.unsqueeze(-1)
+    if layout.rank > 8:
+        scales[..., 8:10] = columns[..., 1, :, :]
+    parts["scales"] = _bytes_of(scales).flatten(-2)
     record = torch.zeros(*lead, layout.record_bytes, dtype=torch.uint8, device=factors.mean.device)
     for name, (offset, size) in layout.sections.items():
         record[..., offset : offset + size] = parts[name]
@@ -154,17 +173,19 @@ def unpack(record: torch.Tensor, layout: RecordLayout) -> PageFactors:
         offset, size = layout.sections[name]
         return record[..., offset : offset + size].contiguous()
 
-    def bf16(name: str) -> torch.Tensor:
-        return section(name).view(torch.bfloat16).float()
-
     def int8(name: str) -> torch.Tensor:
         return section(name).view(torch.int8).float()
 
     lead = record.shape[:-1]
+    scales = section("scales").view(torch.bfloat16).float().view(*lead, 4, layout.scales_each)
+    of_columns = torch.cat((scales[..., 4:6].flatten(-2), scales[..., 8:10].flatten(-2)), -1)[..., : layout.rank]
+    of_tokens = scales[..., :4].unflatten(-1, (2, 2)).transpose(-3, -2).flatten(-3)
     packed = section("basis").view(*lead, layout.rank, layout.head_dim // 2)
-    columns = torch.cat((packed & 15, packed >> 4), -1).float() - 8.0
-    basis = (columns * bf16("basis_scale")[..., : layout.rank, None]).transpose(-1, -2)
-    coef = int8("coef").view(*lead, layout.rank, PAGE_SIZE).transpose(-1, -2) * bf16("coef_scale").unsqueeze(-1)
-    mean = int8("mean") * bf16("mean_scale")
-    value_mean = int8("value_mean") * bf16("value_scale") if layout.value_mean else None
+    nibbles = torch.cat((packed & 15, packed >> 4), -1)
+    columns = ((nibbles << 4).view(torch.int8) >> 4).float()
+    basis = (columns * of_columns.unsqueeze(-1)).transpose(-1, -2)
+    by_lane = int8("coef").view(*lead, PAGE_SIZE // 2, (layout.rank + 1) // 2, 2, 2)
+    coef = by_lane.movedim(-2, -4).flatten(-4, -3).flatten(-2)[..., : layout.rank] * of_tokens.unsqueeze(-1)
+    mean = int8("mean") * scales[..., 0, 6:7]
+    value_mean = int8("value_mean") * scales[..., 0, 7:8] if layout.value_mean else None
     return PageFactors(mean, basis, coef, value_mean)

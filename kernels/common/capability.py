@@ -11,17 +11,19 @@ HEAD_DIMS = (64, 96, 128, 256)
 LARGEST_GROUP = 16
 
 
-def on_kernels(x: torch.Tensor) -> bool:
-    """Whether `x` is not empty and lies on a device that the kernels run on: the current one, on which Triton launches.
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on CPU tensors: tests switch it on for a whole process."""
+    return bool(triton.knobs.runtime.interpret)
 
-    Triton's interpreter, which tests switch on for a whole process, runs the same kernels on CPU tensors.
-    """
+
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether `x` is not empty and lies on a device that the kernels run on: the current one, on which Triton launches."""
     if x.numel() == 0:
         return False
     if x.is_cuda and torch.version.hip is None:
         current = x.device.index == torch.cuda.current_device()
         return current and torch.cuda.get_device_capability(x.device) >= COMPUTE_CAPABILITY
-    return bool(triton.knobs.runtime.interpret)
+    return interpreted()
 
 
 def takes_cache(q: torch.Tensor, *caches: torch.Tensor) -> bool:

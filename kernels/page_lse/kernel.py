@@ -1,13 +1,14 @@
-"""Triton scan: every record is read once for all query heads of its KV head.
+"""Triton scan: every record is read once for all query heads of its KV head, up to eight.
 
 Work is cut into items, each a run of pages of one (request, KV head), so that one long request among short ones is spread
 over the whole device. How long an item is follows from the live lengths alone; a fixed number of programs takes the items
 in turn.
 
-The levels of a record meet the queries on integer tensor cores, as they are stored: a query is taken as 16-bit fixed point
-relative to its largest entry, in two bytes that stand in two columns. Products are then exact, and a level costs a fraction of
-an instruction to unpack. Pages lie along the lanes and the tokens of a page within one, so that its log-sum-exp needs no
-exchange. Everything is in base 2 until it is stored.
+A warp takes eight pages at a time, in two products on tensor cores a page, the second fed from the registers that the first
+one filled. First the levels of the basis meet the queries as they are stored: a query is taken as 16-bit fixed point relative
+to its largest entry, in two bytes that stand in two rows, so these products are exact. Lane r * 4 + c then holds what query
+head r makes of columns 2c and 2c + 1, which is where the second product wants it, in two bf16 parts, to meet the
+coefficients of the tokens. Sums over the 16 tokens of a page cross four lanes. Everything is in base 2 until it is stored.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,34 @@ import triton
 import triton.language as tl
 
 from ..build_page_summaries import PageSummaries
-from ..common.device import load_section, round_half_even, soft_cap
+from ..common.capability import interpreted
+from ..common.device import soft_cap
+from ..common.lanes import (
+    columns,
+    dot_bf16_k8,
+    dot_bf16_k16,
+    dot_s8,
+    exchange,
+    fixed_point,
+    helper,
+    high_bf16,
+    load_words,
+    low_bf16,
+    pack_bf16,
+    pick,
+    split_bf16,
+)
 
 MULTIPROCESSORS = 132
 """Of an H200. A scan has as many items as its programs fit there at once."""
-ONE_WARP = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""Whether a program of one warp holds 16 pages without spilling. Newer compilers need more registers for the same kernel."""
-N_BLOCK = 16
-"""Pages that a program takes in one step."""
+WARPS = 4
+STAGES = 2
+N_BLOCK = 8 * WARPS
+"""Pages that a program takes in one step: eight a warp."""
+REGISTERS = {64: 168, 96: 168, 128: 168, 256: 255}
+"""That a thread is given at each head dimension: twelve warps then fit a multiprocessor, or eight."""
+HIGH_NIBBLES = tl.constexpr(-0x0F0F0F10)
+"""0xF0F0F0F0 as an int32."""
 TAILS = ("off", "qmu", "flat")
 
 
@@ -54,35 +75,162 @@ def item_place(item, count, ends, B_BLOCK: tl.constexpr):
     return request, within // items, within % items, items
 
 
-@triton.jit
-def _fixed_point(x, unit, part):
-    """x / unit, a whole number below 2^15 in size once rounded, as int8: its upper byte where part is 0, else its lower one."""
-    whole = round_half_even(tl.div_rn(x, unit + tl.zeros_like(x)))
-    # Ties go up, so that the lower byte is never 128.
-    upper = round_half_even((whole + 0.25) * 0.00390625)
-    return tl.where(part == 0, upper, whole - 256.0 * upper).to(tl.int8)
+@helper
+def _meet(upper, lower, words, TILES: tl.constexpr, NATIVE: tl.constexpr):
+    """Products of all queries with what lies in `words`, 2 TILES of them: int32 [T] of columns 2c and 2c + 1."""
+    none = tl.zeros_like(words[0])
+    c0, c1, c2, c3 = none, none, none, none
+    for i in tl.static_range(TILES):
+        c0, c1, c2, c3 = dot_s8(
+            upper[2 * i],
+            lower[2 * i],
+            upper[2 * i + 1],
+            lower[2 * i + 1],
+            words[2 * i],
+            words[2 * i + 1],
+            c0,
+            c1,
+            c2,
+            c3,
+            NATIVE,
+        )
+    return 256 * c0 + c2, 256 * c1 + c3
 
 
-@triton.jit
-def _joined(x, ROWS: tl.constexpr, G_BLOCK: tl.constexpr):
-    """Products with both bytes of every query, int32 [ROWS, 2 G], as fp32 [ROWS, G]."""
-    upper, lower = tl.split(tl.reshape(x, [ROWS, G_BLOCK, 2]))
-    return (upper * 256 + lower).to(tl.float32)
+@helper
+def _nibbles(packed, COUNT: tl.constexpr):
+    """Words of levels in the upper nibble of a byte, sixteen times too large: those of low dims, then those of high ones."""
+    low, high = (), ()
+    for i in tl.static_range(COUNT):
+        low = low + ((packed[i] << 4) & HIGH_NIBBLES,)
+        high = high + (packed[i] & HIGH_NIBBLES,)
+    return low + high
 
 
-@triton.jit
-def _token_logits(coef, BYTE: tl.constexpr, spread, scales, offset, cap, CAPPED: tl.constexpr):
-    """Logits fp32 [words, G, N] of one token of every word.
+@helper
+def _coefficients(word, NATIVE: tl.constexpr):
+    """Coefficients of two columns as bf16 pairs: of token r and of token r + 8."""
+    first = pack_bf16(((word << 24) >> 24).to(tl.float32), ((word << 16) >> 24).to(tl.float32), NATIVE)
+    return first, pack_bf16(((word << 8) >> 24).to(tl.float32), (word >> 24).to(tl.float32), NATIVE)
 
-    Its coefficients are a byte of `coef`, int32 [R, words, N]; its bf16 scale is the lower half of `scales` where that byte is
-    even, else the upper one. `spread` fp32 [R, 1, G, N] are the queries along the basis.
+
+@helper
+def _logits_of_page(
+    at,
+    other,
+    scales,
+    source,
+    shift,
+    upper,
+    lower,
+    unit,
+    cap,
+    r,
+    c,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BASIS: tl.constexpr,
+    COEF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Four of the 16 logits, in base 2, that each query head has in one page: fp32 [T] each, those of tokens 2c and 2c + 1, and
+    8 on.
+
+    Args:
+        at, other: the record; where PAIRED, `other` is that of a second page, which rows 4 to 7 are for.
+        scales, source: scales of eight pages, and the lanes that hold those of this one.
+        shift: where CAPPED, the logit of the page's mean, which comes on top of each.
     """
-    levels = ((coef << (24 - 8 * BYTE)) >> 24).to(tl.float32)
-    scale = (scales & -65536 if BYTE % 2 == 1 else scales << 16).to(tl.float32, bitcast=True)
-    logits = tl.sum(levels[:, :, None, :] * spread, 0) * scale[:, None, :] + offset
+    # Words that a lane takes of half a column; pairs of columns.
+    WORDS: tl.constexpr = D // 32
+    PAIRS: tl.constexpr = (R + 1) // 2
+    second = r >= 4
+    none = tl.zeros_like(unit)
+    x0, x1, x2, x3 = none, none, none, none
+    y0, y1, y2, y3 = none, none, none, none
+    for part in tl.static_range((R + 7) // 8):
+        column = BASIS + tl.minimum(8 * part + r, R - 1) * (D // 2) + c * (D // 8)
+        packed = load_words((at + column).to(tl.pointer_type(tl.int32)), WORDS)
+        s0, s1 = _meet(upper, lower, _nibbles(packed, WORDS), WORDS, NATIVE)
+        if PAIRED:
+            packed = load_words((other + column).to(tl.pointer_type(tl.int32)), WORDS)
+            t0, t1 = _meet(upper, lower, _nibbles(packed, WORDS), WORDS, NATIVE)
+            s0, s1 = tl.where(second, t0, s0), tl.where(second, t1, s1)
+        scale = pick(scales[2 + 2 * part], source, NATIVE)
+        near, rest = split_bf16(
+            s0.to(tl.float32) * (low_bf16(scale) * (unit * 0.0625)),
+            s1.to(tl.float32) * (high_bf16(scale) * (unit * 0.0625)),
+            NATIVE,
+        )
+        # Behind the last column stands nothing: what the queries make of the repeated one counts for 0.
+        within = 4 * part + c < PAIRS
+        pair = COEF // 4 + r * PAIRS + 4 * part + c
+        front, back = _coefficients(tl.load(at.to(tl.pointer_type(tl.int32)) + pair, mask=within, other=0), NATIVE)
+        if PAIRED:
+            word = tl.load(other.to(tl.pointer_type(tl.int32)) + pair, mask=within, other=0)
+            front_other, back_other = _coefficients(word, NATIVE)
+            a0, a1 = tl.where(second, 0, near), tl.where(second, 0, rest)
+            a2, a3 = tl.where(second, near, 0), tl.where(second, rest, 0)
+            x0, x1, x2, x3 = dot_bf16_k16(a0, a1, a2, a3, front, front_other, x0, x1, x2, x3, NATIVE)
+            y0, y1, y2, y3 = dot_bf16_k16(a0, a1, a2, a3, back, back_other, y0, y1, y2, y3, NATIVE)
+        else:
+            x0, x1, x2, x3 = dot_bf16_k8(near, rest, front, x0, x1, x2, x3, NATIVE)
+            y0, y1, y2, y3 = dot_bf16_k8(near, rest, back, y0, y1, y2, y3, NATIVE)
+    front, back = pick(scales[0], source, NATIVE), pick(scales[1], source, NATIVE)
+    l0, l1 = (x0 + x2) * low_bf16(front), (x1 + x3) * high_bf16(front)
+    l2, l3 = (y0 + y2) * low_bf16(back), (y1 + y3) * high_bf16(back)
     if CAPPED:
-        logits = soft_cap(logits, cap)
-    return logits
+        l0, l1 = soft_cap(l0 + shift, cap), soft_cap(l1 + shift, cap)
+        l2, l3 = soft_cap(l2 + shift, cap), soft_cap(l3 + shift, cap)
+    return l0, l1, l2, l3
+
+
+@helper
+def _masses_of_lane(
+    j,
+    tops,
+    masses,
+    at_hand,
+    scales,
+    offset,
+    upper,
+    lower,
+    STRIDE: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BASIS: tl.constexpr,
+    COEF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    NATIVE: tl.constexpr,
+):
+    """Largest logit and sum of exp2(logit - largest) of the pages that the lanes with c = j own, which alone take them over."""
+    page, records, unit, cap, lane = at_hand
+    r, c = lane >> 2, lane & 3
+    OWN: tl.constexpr = 1 if PAIRED else 2
+    new_tops, new_masses = (), ()
+    for i in tl.static_range(OWN):
+        first = 2 * j + i
+        at = records + pick(page, 4 * first + tl.zeros_like(lane), NATIVE).to(tl.int64) * STRIDE
+        other = at
+        if PAIRED:
+            other = records + pick(page, 4 * first + 4 + tl.zeros_like(lane), NATIVE).to(tl.int64) * STRIDE
+        source = 4 * (first + (r >> 2 if PAIRED else 0)) + c
+        shift = pick(offset[i], (lane & 28) | j, NATIVE) if CAPPED else unit
+        l0, l1, l2, l3 = _logits_of_page(
+            at, other, scales, source, shift, upper, lower, unit, cap, r, c, D, R, BASIS, COEF, PAIRED, CAPPED, NATIVE
+        )
+        top = tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3))
+        top = tl.maximum(top, exchange(top, 1, NATIVE))
+        top = tl.maximum(top, exchange(top, 2, NATIVE))
+        mass = (tl.exp2(l0 - top) + tl.exp2(l1 - top)) + (tl.exp2(l2 - top) + tl.exp2(l3 - top))
+        mass += exchange(mass, 1, NATIVE)
+        mass += exchange(mass, 2, NATIVE)
+        new_tops = new_tops + (tl.where(c == j, top, tops[i]),)
+        new_masses = new_masses + (tl.where(c == j, mass, masses[i]),)
+    return new_tops, new_masses
 
 
 @triton.jit(do_not_specialize=["batch", "table_row", "lse_row", "lse_head"])
@@ -108,146 +256,177 @@ def _scan_pages(
     lse_head,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    G_BLOCK: tl.constexpr,
     RECORD: tl.constexpr,
     D: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
     R: tl.constexpr,
-    R_BLOCK: tl.constexpr,
     BASIS: tl.constexpr,
-    BASIS_SCALE: tl.constexpr,
     COEF: tl.constexpr,
-    COEF_SCALE: tl.constexpr,
     MEAN: tl.constexpr,
-    MEAN_SCALE: tl.constexpr,
+    SCALES: tl.constexpr,
+    EACH: tl.constexpr,
     TAIL: tl.constexpr,
     CAPPED: tl.constexpr,
     PARTIAL: tl.constexpr,
     B_BLOCK: tl.constexpr,
-    N_BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     TARGET: tl.constexpr,
+    STAGES: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
+    STEP: tl.constexpr = 8 * WARPS
+    STRIDE: tl.constexpr = NUM_HEADS * RECORD
+    # Words that a lane takes of half a column or of half a mean.
+    WORDS: tl.constexpr = D // 32
+    # Unrolled, all loads of a step are on their way before it begins; at larger sizes that would take minutes to compile.
+    UNROLLED: tl.constexpr = D <= 128 and R <= 8
+    # Up to four query heads leave room for a second page in the rows of a product: rows 4 to 7 hold the same heads again.
+    PAIRED: tl.constexpr = GROUP <= 4
+    OWN: tl.constexpr = 1 if PAIRED else 2
+    HALVES: tl.constexpr = 2 if PAIRED else 1
     cap = logit_cap * LOG2E
-    pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
+    pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, STEP)
     row = tl.arange(0, B_BLOCK)
-    group = tl.arange(0, G_BLOCK)
-    half = tl.arange(0, HALF_BLOCK)
-    inside = half < D // 2
-    column = tl.arange(0, R_BLOCK)
-    kept = column < R
+    thread = tl.arange(0, 32 * WARPS)
+    lane = thread & 31
+    r, c = lane >> 2, lane & 3
+    second = r >= 4
+    member = r & 3 if PAIRED else r
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         held = tl.sum(tl.where(row == request, pages, 0), 0)
         row64 = request.to(tl.int64)
-        byte = tl.arange(0, 2 * G_BLOCK)
-        query = q_ptr + row64 * q_row + (head * GROUP + byte // 2)[None, :] * q_head + half[:, None]
-        q_mask = inside[:, None] & (byte // 2 < GROUP)[None, :]
-        low = tl.load(query, mask=q_mask, other=0.0).to(tl.float32)
-        high = tl.load(query + D // 2, mask=q_mask, other=0.0).to(tl.float32)
-        unit = tl.maximum(tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0)) / 32512.0, 1e-30)
-        q_low = _fixed_point(low, unit[None, :], (byte % 2)[None, :])
-        q_high = _fixed_point(high, unit[None, :], (byte % 2)[None, :])
-        center = center_ptr + head * D + half
-        q_center = tl.sum(tl.load(center, mask=inside, other=0.0)[:, None] * low, 0)
-        q_center += tl.sum(tl.load(center + D // 2, mask=inside, other=0.0)[:, None] * high, 0)
-        q_center, _ = tl.split(tl.reshape(q_center * (sm_scale * LOG2E), [G_BLOCK, 2]))
-        unit, _ = tl.split(tl.reshape(unit * (sm_scale * LOG2E), [G_BLOCK, 2]))
-        # Levels of the low dims are stored with 8 added.
-        excess = 8 * tl.sum(q_low.to(tl.int32), 0)
-
-        end = tl.minimum(number * length + length, held)
+        first = number * length
+        end = tl.minimum(first + length, held)
         complete = end
         if PARTIAL:
             complete = tl.minimum(end, (tl.load(lens_ptr + request) // 16).to(tl.int32))
-        peak = tl.full([G_BLOCK, N_BLOCK], float("-inf"), tl.float32)
-        total = tl.zeros([G_BLOCK, N_BLOCK], tl.float32)
-        first = number * length
-        table = table_ptr + row64 * table_row
         # Pages are looked up one step ahead, so that it is known where their records lie when a step begins. Behind the last
         # one stands page 0, whose record is there to be read and never counts.
-        logical = first + tl.arange(0, N_BLOCK)
-        following = tl.load(table + logical, mask=logical < end, other=0)
-        for begin in tl.range(first, end, N_BLOCK, num_stages=1):
-            logical = begin + tl.arange(0, N_BLOCK)
-            physical = following.to(tl.int64)
-            following = tl.load(table + logical + N_BLOCK, mask=logical + N_BLOCK < end, other=0)
-            scored = (logical < complete) & (tl.load(valid_ptr + physical) != 0)
-            record = record_ptr + (physical * NUM_HEADS + head) * RECORD
-            levels = record.to(tl.pointer_type(tl.int8))
-            words = record.to(tl.pointer_type(tl.int32))
+        table = table_ptr + row64 * table_row + 8 * (thread >> 5) + r
+        place = first + 8 * (thread >> 5) + r
+        for tile in range((GROUP + 7) // 8):
+            following = tl.load(table + first, mask=place < end, other=0)
+            query_head = tl.minimum(8 * tile + member, GROUP - 1)
+            shown = 8 * tile + member < GROUP
+            query = q_ptr + row64 * q_row + (head * GROUP + query_head) * q_head
+            largest = tl.zeros([32 * WARPS], tl.float32)
+            q_center = tl.zeros([32 * WARPS], tl.float32)
+            entries = ()
+            for i in tl.static_range(2 * WORDS):
+                dim = (i // WORDS) * (D // 2) + 4 * (i % WORDS) + c[:, None] * (D // 8) + tl.arange(0, 4)[None, :]
+                x = tl.load(query[:, None] + dim).to(tl.float32)
+                largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
+                q_center += tl.sum(x * tl.load(center_ptr + head * D + dim), 1)
+                entries = entries + (x,)
+            largest = tl.maximum(largest, exchange(largest, 1, NATIVE))
+            largest = tl.maximum(largest, exchange(largest, 2, NATIVE))
+            q_center += exchange(q_center, 1, NATIVE)
+            q_center += exchange(q_center, 2, NATIVE)
+            unit = tl.maximum(largest / 32512.0, 1e-30)
+            inverse = 1.0 / unit
+            upper, lower = (), ()
+            for i in tl.static_range(2 * WORDS):
+                word, rest = fixed_point(columns(entries[i]), inverse)
+                upper, lower = upper + (word,), lower + (rest,)
+            q_center *= sm_scale * LOG2E
+            unit *= sm_scale * LOG2E
 
-            at = (record[:, None] + (BASIS + column * (D // 2))[None, :])[:, :, None] + half[None, None, :]
-            within = kept[None, :, None] & inside[None, None, :]
-            packed = load_section(at, within, R_BLOCK == R and HALF_BLOCK == D // 2)
-            packed = tl.reshape(packed, [N_BLOCK * R_BLOCK, HALF_BLOCK])
-            # Upper nibbles stay where they are, sixteen times too large; flipping their top bit takes off the 8 added to them.
-            spread = tl.dot(((packed & 0xF0) ^ 0x80).to(tl.int8, bitcast=True), q_high, out_dtype=tl.int32)
-            spread = (spread >> 4) - excess[None, :]
-            spread = tl.dot((packed & 15).to(tl.int8, bitcast=True), q_low, spread, out_dtype=tl.int32)
-            at = record.to(tl.pointer_type(tl.bfloat16))[:, None] + (BASIS_SCALE // 2 + column)[None, :]
-            basis_scale = load_section(at, kept[None, :], R_BLOCK == R).to(tl.float32)
-            spread = tl.reshape(_joined(spread, N_BLOCK * R_BLOCK, G_BLOCK), [N_BLOCK, R_BLOCK, G_BLOCK])
-            spread = tl.permute(spread * (basis_scale[:, :, None] * unit[None, None, :]), [1, 2, 0])[:, None, :, :]
+            peak = tl.full([32 * WARPS], float("-inf"), tl.float32)
+            total = tl.zeros([32 * WARPS], tl.float32)
+            for begin in tl.range(first, end, STEP, num_stages=STAGES):
+                page = following
+                following = tl.load(table + begin + STEP, mask=place - first + begin + STEP < end, other=0)
+                records = record_ptr + head * RECORD
+                record = records + page.to(tl.int64) * STRIDE
+                mean = load_words((record + MEAN + c * (D // 8)).to(tl.pointer_type(tl.int32)), WORDS)
+                mean = mean + load_words((record + MEAN + D // 2 + c * (D // 8)).to(tl.pointer_type(tl.int32)), WORDS)
+                # Row c of the scales of page r, to be picked for the page at hand.
+                scales = load_words((record + SCALES + c * (2 * EACH)).to(tl.pointer_type(tl.int32)), EACH // 2)
+                valid = tl.load(valid_ptr + page).to(tl.int32)
+                product = _meet(upper, lower, mean, WORDS, NATIVE)
+                offset, known = (), ()
+                for i in tl.static_range(OWN):
+                    # This lane's own pages: 2c and 2c + 1, or the one of its half.
+                    own = 2 * c + (r >> 2 if PAIRED else i)
+                    logical = begin + 8 * (thread >> 5) + own
+                    known = known + ((logical < complete) & (pick(valid, 4 * own, NATIVE) != 0),)
+                    scale = low_bf16(pick(scales[3], 4 * own, NATIVE)) * unit
+                    whole = tl.where(second, product[1], product[0]) if PAIRED else product[i]
+                    offset = offset + (whole.to(tl.float32) * scale + q_center,)
 
-            at = levels[:, None] + (MEAN + half)[None, :]
-            offset = tl.dot(load_section(at, inside[None, :], HALF_BLOCK == D // 2), q_low, out_dtype=tl.int32)
-            mean_high = load_section(at + D // 2, inside[None, :], HALF_BLOCK == D // 2)
-            offset = tl.dot(mean_high, q_high, offset, out_dtype=tl.int32)
-            mean_scale = (tl.load(words + MEAN_SCALE // 4) << 16).to(tl.float32, bitcast=True)
-            offset = _joined(offset, N_BLOCK, G_BLOCK) * (mean_scale[:, None] * unit[None, :]) + q_center[None, :]
-            offset = tl.trans(offset)
-
-            # Coefficients of four tokens are a word. Half of the words at a time: all logits at once would fill the registers.
-            shift = offset[None, :, :]
-            top = tl.full([G_BLOCK, N_BLOCK], float("-inf"), tl.float32)
-            mass = tl.zeros([G_BLOCK, N_BLOCK], tl.float32)
-            for part in tl.static_range(2):
-                word = 2 * part + tl.arange(0, 2)
-                at = (words[:, None] + (COEF // 4 + column * 4)[None, :])[:, :, None] + word[None, None, :]
-                coef = tl.permute(load_section(at, kept[None, :, None], R_BLOCK == R), [1, 2, 0])
-                at = words[:, None] + (COEF_SCALE // 4 + 2 * word)[None, :]
-                front, back = tl.trans(tl.load(at)), tl.trans(tl.load(at + 1))
-                l0 = _token_logits(coef, 0, spread, front, shift, cap, CAPPED)
-                l1 = _token_logits(coef, 1, spread, front, shift, cap, CAPPED)
-                l2 = _token_logits(coef, 2, spread, back, shift, cap, CAPPED)
-                l3 = _token_logits(coef, 3, spread, back, shift, cap, CAPPED)
-                new = tl.maximum(top, tl.max(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), 0))
-                base = new[None, :, :]
-                more = (tl.exp2(l0 - base) + tl.exp2(l1 - base)) + (tl.exp2(l2 - base) + tl.exp2(l3 - base))
-                mass = mass * tl.exp2(top - new) + tl.sum(more, 0)
-                top = new
-            lse = top + tl.log2(mass)
-            # A record with a NaN scale gives NaN: no estimate for that page alone, and no part in any sum.
-            counted = scored[None, :] & (tl.abs(lse) < float("inf"))
-            plane = row64 * lse_row + (head * GROUP + group)[:, None] * lse_head + logical[None, :]
-            shown = (logical < end)[None, :] & (group < GROUP)[:, None]
-            tl.store(lse_ptr + plane, tl.where(scored[None, :], lse * LN2, float("inf")), mask=shown)
-
-            known = tl.where(counted, lse, float("-inf"))
-            new = tl.maximum(peak, known)
-            base = tl.where(new == float("-inf"), 0.0, new)
-            total = total * tl.exp2(peak - base) + tl.exp2(known - base)
-            peak = new
-
-            if TAIL > 0:
-                if TAIL == 1:
-                    weight = offset
-                    if CAPPED:
-                        weight = soft_cap(weight, cap)
-                    weight += 4.0
+                at_hand = page, records, unit, cap, lane
+                tops, masses = offset, offset
+                if UNROLLED:
+                    for j in tl.static_range(4):
+                        tops, masses = _masses_of_lane(
+                            j,
+                            tops,
+                            masses,
+                            at_hand,
+                            scales,
+                            offset,
+                            upper,
+                            lower,
+                            STRIDE,
+                            D,
+                            R,
+                            BASIS,
+                            COEF,
+                            PAIRED,
+                            CAPPED,
+                            NATIVE,
+                        )
                 else:
-                    weight = lse + 0.5 * (lse - 4.0 - top)
-                weight = tl.where(counted, weight, float("-inf"))
-                tl.store(weight_ptr + plane, weight * LN2, mask=shown)
+                    for j in range(4):
+                        tops, masses = _masses_of_lane(
+                            j,
+                            tops,
+                            masses,
+                            at_hand,
+                            scales,
+                            offset,
+                            upper,
+                            lower,
+                            STRIDE,
+                            D,
+                            R,
+                            BASIS,
+                            COEF,
+                            PAIRED,
+                            CAPPED,
+                            NATIVE,
+                        )
+                for i in tl.static_range(OWN):
+                    logical = begin + 8 * (thread >> 5) + 2 * c + (r >> 2 if PAIRED else i)
+                    top = tops[i] if CAPPED else tops[i] + offset[i]
+                    lse = top + tl.log2(masses[i])
+                    # A record with a NaN scale gives NaN: no estimate for that page alone, and no part in any sum.
+                    counted = known[i] & (tl.abs(lse) < float("inf"))
+                    plane = row64 * lse_row + (head * GROUP + query_head) * lse_head + logical
+                    mask = shown & (logical < end)
+                    tl.store(lse_ptr + plane, tl.where(known[i], lse * LN2, float("inf")), mask=mask)
+                    mass = tl.where(counted, lse, float("-inf"))
+                    new = tl.maximum(peak, mass)
+                    base = tl.where(new == float("-inf"), 0.0, new)
+                    total = total * tl.exp2(peak - base) + tl.exp2(mass - base)
+                    peak = new
+                    if TAIL > 0:
+                        if TAIL == 1:
+                            weight = (soft_cap(offset[i], cap) if CAPPED else offset[i]) + 4.0
+                        else:
+                            weight = lse + 0.5 * (lse - 4.0 - top)
+                        weight = tl.where(counted, weight, float("-inf"))
+                        tl.store(weight_ptr + plane, weight * LN2, mask=mask)
 
-        slot = item * GROUP + group
-        mine = group < GROUP
-        best = tl.max(peak, 1)
-        base = tl.where(best == float("-inf"), 0.0, best)
-        tl.store(peak_ptr + slot, best * LN2, mask=mine)
-        tl.store(sum_ptr + slot, tl.sum(total * tl.exp2(peak - base[:, None]), 1), mask=mine)
+            peak = tl.reshape(peak, [WARPS * HALVES, 8 // HALVES, 4])
+            best = tl.max(tl.max(peak, 2), 0)
+            above = tl.where(best == float("-inf"), 0.0, best)[None, :, None]
+            total = tl.reshape(total, [WARPS * HALVES, 8 // HALVES, 4]) * tl.exp2(peak - above)
+            group = 8 * tile + tl.arange(0, 8 // HALVES)
+            tl.store(peak_ptr + item * GROUP + group, best * LN2, mask=group < GROUP)
+            tl.store(sum_ptr + item * GROUP + group, tl.sum(tl.sum(total, 2), 0), mask=group < GROUP)
 
 
 @dataclass(frozen=True)
@@ -280,6 +459,15 @@ def most_items(target: int, batch: int, heads: int) -> int:
     return target + batch * heads
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x without gaps, from a multiple of 16 bytes on.
+
+    The kernel's lanes count on it: from what loads of four are vectorised by, the compiler decides which thread holds what.
+    """
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def scan(
     q: torch.Tensor,
     s: PageSummaries,
@@ -297,18 +485,16 @@ def scan(
     batch, query_heads, _ = q.shape
     heads, layout = s.num_kv_heads, s.layout
     group, n_max, device = query_heads // heads, page_table.shape[1], q.device
-    q, page_table, num_pages = q.contiguous(), page_table.contiguous(), num_pages.contiguous()
+    page_table, num_pages = page_table.contiguous(), num_pages.contiguous()
+    q, record, center = (_aligned(x) for x in (q, s.record, s.center))
     seq_lens = None if seq_lens is None else seq_lens.contiguous()
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    groups, columns = max(4, triton.next_power_of_2(group)), triton.next_power_of_2(layout.rank)
-    half = triton.next_power_of_2(layout.head_dim // 2)
     b_block = batch_block(batch)
-    # The layout of a large batch takes registers too.
-    warps, registers = _warps(half, columns, groups, spare=half == layout.head_dim // 2 and b_block <= 256)
-    target = MULTIPROCESSORS * (65536 // (32 * warps * registers))
+    registers = REGISTERS[layout.head_dim]
+    target = MULTIPROCESSORS * (65536 // (32 * WARPS * registers))
     items = most_items(target, batch, heads)
     # Not filled: past the pages of a request, up to Nmax, lies most of what the longest context allows.
     lse = floats(batch, query_heads, n_max)
@@ -316,9 +502,9 @@ def scan(
     made = Scan(lse, weight, floats(items, group), floats(items, group), target)
     _scan_pages[(target,)](
         q,
-        s.record.contiguous(),
+        record,
         s.valid.contiguous().view(torch.uint8),
-        s.center.contiguous(),
+        center,
         page_table,
         num_pages,
         num_pages if seq_lens is None else seq_lens,
@@ -336,35 +522,16 @@ def scan(
         lse.stride(1),
         NUM_HEADS=heads,
         GROUP=group,
-        G_BLOCK=groups,
-        HALF_BLOCK=half,
-        R_BLOCK=columns,
         TAIL=TAILS.index(tail),
         CAPPED=logit_cap > 0.0,
         PARTIAL=seq_lens is not None,
         B_BLOCK=b_block,
-        N_BLOCK=N_BLOCK,
+        WARPS=WARPS,
         TARGET=target,
+        STAGES=STAGES,
+        NATIVE=not interpreted(),
         **layout.key_constants,
-        num_warps=warps,
-        maxnreg=min(registers, 255),
+        num_warps=WARPS,
+        maxnreg=registers,
     )
     return made
-
-
-def _warps(half: int, columns: int, groups: int, *, spare: bool) -> tuple[int, int]:
-    """Warps of a program, and registers that a thread of them is given: as few as hold the levels of 16 pages and the logits of
-    all groups.
-
-    Args:
-        half, columns, groups: block sizes of half a head, the rank and the group.
-        spare: whether neither masks, where half a head does not fill its block, nor a large batch take registers of their own.
-    """
-    rows = half * columns // 512
-    if rows > 2 or (columns > 8 and groups > 8):
-        return 8, 256
-    if rows > 1 or groups > 8:
-        return 4, 256
-    if not ONE_WARP or columns > 8 or not spare:
-        return 2, 256
-    return 1, 168 if groups <= 4 else 256

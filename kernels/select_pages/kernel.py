@@ -24,6 +24,8 @@ KEY_WIDTH = 256
 WIDTH = 2048
 """Keys that a program of the second kernel counts together; the keys of blocks, which it gathers once, are taken by twice as
 many."""
+FEW = 512
+"""Keys that it takes together once most are out: hardly more than the budget are left."""
 
 
 @triton.jit
@@ -221,6 +223,7 @@ def _top_pages(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last.
 
@@ -242,8 +245,8 @@ def _top_pages(
         counts = tl.minimum(tl.load(held_ptr + before, mask=before < request, other=0).to(tl.int32), budget)
         indices += tl.sum(counts, 0).to(tl.int64) * NUM_HEADS + head * count
     if held <= budget:
-        for begin in range(0, budget, WIDTH):
-            slot = begin + tl.arange(0, WIDTH)
+        for begin in range(0, budget, FEW):
+            slot = begin + tl.arange(0, FEW)
             _write_pages(
                 pages, slot, slot, slot < held, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
             )
@@ -279,10 +282,10 @@ def _top_pages(
             left += tl.sum(chosen.to(tl.int32), 0)
         tl.debug_barrier()
 
-        threshold, tied = _threshold(near_key, left, budget, WIDTH)
+        threshold, tied = _threshold(near_key, left, budget, FEW)
         more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for begin in range(0, left, WIDTH):
-            place = begin + tl.arange(0, WIDTH)
+        for begin in range(0, left, FEW):
+            place = begin + tl.arange(0, FEW)
             inside = place < left
             keys = tl.load(near_key + place, mask=inside, other=0)
             logical = tl.load(near_page + place, mask=inside, other=0)
@@ -396,6 +399,7 @@ def top_pages(
         BLOCK=BLOCK,
         WIDTH=WIDTH,
         WIDE=2 * WIDTH,
+        FEW=FEW,
         num_warps=8,
     )
     return pages, counts

@@ -43,12 +43,18 @@ def _merge_parts(
     row = request.to(tl.int64)
     dim = tl.arange(0, DV_BLOCK)
     within = dim < DV
+    if TAIL:
+        _, _, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
+        index = tl.arange(0, B_BLOCK)
+        items = tl.sum(tl.where(index == request, count, 0), 0)
+        start = tl.sum(tl.where(index == request - 1, ends, 0), 0) + head * items
     peak = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     out = tl.zeros([DV_BLOCK], tl.float32)
     for begin in range(0, SPLITS, SPLIT_BLOCK):
         slot = ((row * NUM_HEADS + head) * SPLITS + begin + tl.arange(0, SPLIT_BLOCK)) * GROUP + member
         peaks = tl.load(peak_ptr + slot)
+        parts = tl.load(part_ptr + slot[:, None] * DV + dim[None, :], mask=within[None, :], other=0.0).to(tl.float32)
         if WHOLE:
             peaks *= 0.6931471805599453
             totals = tl.where(peaks > float("-inf"), 1.0, 0.0)
@@ -59,17 +65,12 @@ def _merge_parts(
         factor = tl.exp(peaks - base)
         rescale = tl.exp(peak - base)
         total = total * rescale + tl.sum(totals * factor, 0)
-        parts = tl.load(part_ptr + slot[:, None] * DV + dim[None, :], mask=within[None, :], other=0.0).to(tl.float32)
         out = out * rescale + tl.sum(parts * factor[:, None], 0)
         peak = new
     query_head = head * GROUP + member
     tl.store(lse_ptr + row * NUM_HEADS * GROUP + query_head, peak + tl.log(total))
 
     if TAIL:
-        _, _, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
-        index = tl.arange(0, B_BLOCK)
-        items = tl.sum(tl.where(index == request, count, 0), 0)
-        start = tl.sum(tl.where(index == request - 1, ends, 0), 0) + head * items
         tail_peak = tl.full([], float("-inf"), tl.float32)
         tail_total = tl.full([], 0.0, tl.float32)
         tail_value = tl.zeros([DV_BLOCK], tl.float32)
@@ -78,14 +79,15 @@ def _merge_parts(
             known = part < items
             item = (start + part) * GROUP + member
             tops = tl.load(tail_peak_ptr + item, mask=known, other=float("-inf"))
+            sums = tl.load(tail_sum_ptr + item, mask=known, other=0.0)
+            values = tl.load(
+                tail_value_ptr + item[:, None] * DV + dim[None, :], mask=known[:, None] & within[None, :], other=0.0
+            )
             new = tl.maximum(tail_peak, tl.max(tops, 0))
             shift = tl.where(new == float("-inf"), 0.0, new)
             share = tl.exp(tops - shift)
             rescale = tl.exp(tail_peak - shift)
-            tail_total = tail_total * rescale + tl.sum(tl.load(tail_sum_ptr + item, mask=known, other=0.0) * share, 0)
-            values = tl.load(
-                tail_value_ptr + item[:, None] * DV + dim[None, :], mask=known[:, None] & within[None, :], other=0.0
-            )
+            tail_total = tail_total * rescale + tl.sum(sums * share, 0)
             tail_value = tail_value * rescale + tl.sum(values * share[:, None], 0)
             tail_peak = new
         top = tl.maximum(peak, tail_peak)
@@ -126,7 +128,7 @@ def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: TailParts
         TAIL=tail is not None,
         WHOLE=parts.total is None,
         SPLITS=parts.splits,
-        SPLIT_BLOCK=min(16, parts.splits),
+        SPLIT_BLOCK=min(64, parts.splits),
         B_BLOCK=batch_block(batch),
         N_BLOCK=tail_kernel.N_BLOCK,
         TARGET=tail_kernel.TARGET,

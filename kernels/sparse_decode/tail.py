@@ -12,7 +12,7 @@ from ..page_lse.kernel import batch_block, item_layout, item_place, most_items
 
 TARGET = 264
 """Items: two for every multiprocessor of an H200; each leaves a part that the merge reads."""
-N_BLOCK = 64
+N_BLOCK = 128
 """Pages that a program takes in one step."""
 
 
@@ -36,7 +36,7 @@ def _sum_tail(
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_SCALE: tl.constexpr,
+    SCALES: tl.constexpr,
     BF16: tl.constexpr,
     B_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
@@ -55,13 +55,13 @@ def _sum_tail(
         peak = tl.full([G_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([G_BLOCK], tl.float32)
         value = tl.zeros([DV_BLOCK, G_BLOCK], tl.float32)
-        for begin in range(number * length, end, N_BLOCK):
+        for begin in tl.range(number * length, end, N_BLOCK, num_stages=1):
             logical = begin + tl.arange(0, N_BLOCK)
             live = logical < end
             weight = tl.load(weights + logical[None, :], mask=mine[:, None] & live[None, :], other=float("-inf"))
             # Page 0, which stands for no page, has a record to be read; nothing of it counts.
             record = record_ptr + (tl.load(table + logical, mask=live, other=0).to(tl.int64) * NUM_HEADS + head) * RECORD
-            scale = tl.load(record.to(tl.pointer_type(tl.bfloat16)) + VALUE_SCALE // 2).to(tl.float32)
+            scale = tl.load(record.to(tl.pointer_type(tl.bfloat16)) + SCALES // 2 + 7).to(tl.float32)
             scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
             at = record.to(tl.pointer_type(tl.int8))[:, None] + (VALUE + dim)[None, :]
             levels = load_section(at, (dim < DV)[None, :], DV_BLOCK == DV)
@@ -144,7 +144,7 @@ def sum_tail(
         DV=layout.v_head_dim,
         DV_BLOCK=triton.next_power_of_2(layout.v_head_dim),
         VALUE=sizes["VALUE"],
-        VALUE_SCALE=sizes["VALUE_SCALE"],
+        SCALES=sizes["SCALES"],
         BF16=dtype == torch.bfloat16,
         B_BLOCK=batch_block(batch),
         N_BLOCK=N_BLOCK,
