@@ -60,17 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"locks-sglang bench needs torch, which cannot be imported: {error}", file=sys.stderr)
         return 2
-    from ..kernels.common.capability import COMPUTE_CAPABILITY
-
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        print("locks-sglang bench needs an NVIDIA GPU, and torch finds none; nothing was measured", file=sys.stderr)
-        return 2
-    if torch.cuda.get_device_capability() < COMPUTE_CAPABILITY:
-        wanted = ".".join(map(str, COMPUTE_CAPABILITY))
-        print(
-            f"locks-sglang bench needs a GPU of compute capability {wanted} or more, {torch.cuda.get_device_name()} is older",
-            file=sys.stderr,
-        )
+    refusal = gpu_refusal(torch)
+    if refusal:
+        print(refusal, file=sys.stderr)
         return 2
     try:
         given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -83,21 +75,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def gpu_refusal(torch: Any) -> str:
+    """Why nothing can be measured on this machine, "" where it can."""
+    from ..kernels.common.capability import COMPUTE_CAPABILITY
+
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return "locks-sglang bench needs an NVIDIA GPU, and torch finds none; nothing was measured"
+    if torch.cuda.get_device_capability() < COMPUTE_CAPABILITY:
+        wanted = ".".join(map(str, COMPUTE_CAPABILITY))
+        return f"locks-sglang bench needs a GPU of compute capability {wanted} or more, {torch.cuda.get_device_name()} is older"
+    return ""
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="locks-sglang bench", description="Time the kernels on this machine's GPU.")
+    parser = argparse.ArgumentParser(
+        prog="locks-sglang bench",
+        description="Time the kernels on this machine's GPU.",
+        epilog="`locks-sglang bench decode --help`: time per token of whole models; `bench serve --help`: the real server.",
+    )
     parser.add_argument("kernel", choices=(*KERNELS, "all"), metavar="KERNEL", help=", ".join((*KERNELS, "all")))
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[_shape(x) for x in SHAPES], metavar="H,G,D")
-    parser.add_argument("--contexts", nargs="+", type=_context, default=list(CONTEXTS), metavar="TOKENS")
-    parser.add_argument("--batches", nargs="+", type=_whole(1, 256), default=[1, 8], metavar="B")
+    parser.add_argument("--contexts", nargs="+", type=context_tokens, default=list(CONTEXTS), metavar="TOKENS")
+    parser.add_argument("--batches", nargs="+", type=whole(1, 256), default=[1, 8], metavar="B")
     parser.add_argument("--rank", type=int, choices=(8, 4, 2), default=8)
-    parser.add_argument("--budget", type=_whole(3, 1 << 16), default=128, metavar="PAGES", help="pages attended (128)")
+    parser.add_argument("--budget", type=whole(3, 1 << 16), default=128, metavar="PAGES", help="pages attended (128)")
     parser.add_argument("--tail", choices=("qmu", "flat", "off"), default="qmu", help="tail correction (qmu)")
-    parser.add_argument("--replays", type=_whole(FEWEST_REPLAYS, 10_000), default=50, metavar="N")
+    parser.add_argument("--replays", type=whole(FEWEST_REPLAYS, 10_000), default=50, metavar="N")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels.jsonl"), metavar="FILE")
     return parser
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Type of an argument: a whole number from `least` to `most`."""
+
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
@@ -106,8 +116,9 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
     return parse
 
 
-def _context(text: str) -> int:
-    tokens = _whole(PAGE_SIZE, MOST_TOKENS)(text)
+def context_tokens(text: str) -> int:
+    """Type of an argument: tokens that fill pages."""
+    tokens = whole(PAGE_SIZE, MOST_TOKENS)(text)
     if tokens % PAGE_SIZE:
         raise argparse.ArgumentTypeError(f"must be a multiple of {PAGE_SIZE} tokens, got {text!r}")
     return tokens
@@ -140,7 +151,7 @@ def measure(given: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]
         "torch": torch.__version__,
         "triton": triton.__version__,
         "version": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "command": command,
     }
     print(f"{machine['gpu']}: copies {bandwidth / 1e6:.2f} TB/s")
@@ -312,7 +323,7 @@ def _bytes_needed(shape: Shape, context: int, batch: int, rank: int) -> int:
     return caches + summaries + 3 * results
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Commit of the sources, "+" where they differ from it; None where they are no git checkout."""
     command = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:

@@ -12,7 +12,7 @@ COMMANDS = {
     "doctor": (".doctor", "check this installation; names the fix for every problem"),
     "demo": (".demo", "serve a small model with locks and hold a chat over a long document"),
     "eval": (".evaluation.cli", "measure the method on real keys"),
-    "bench": (".benchmarks.kernels", "time every kernel on this machine's GPU"),
+    "bench": (".benchmarks.cli", "time every kernel, whole models' decode, or the real server"),
     "run": (".run", "run a module, e.g. sglang.benchmark.one_batch, with SGLang's plugins loaded"),
 }
 DEMO_PACKAGES = ("openai", "rich", "tokenizers")

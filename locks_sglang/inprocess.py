@@ -51,7 +51,7 @@ class InProcessServer:
 
     Args:
         model_path: folder of the model.
-        arguments: further fields of SGLang's `ServerArgs`, e.g. attention_backend="locks", page_size=64.
+        arguments: further fields of SGLang's `ServerArgs`, e.g. page_size=64; a list for several values.
 
     Use `generate` for whole requests; `run` with a script to look inside between steps.
     """
@@ -67,7 +67,7 @@ class InProcessServer:
         command = ["--model-path", model_path, "--skip-server-warmup"]
         for name, value in arguments.items():
             flag = "--" + name.replace("_", "-")
-            command += [flag] if value is True else [flag, str(value)]
+            command += [flag] if value is True else [flag, *map(str, value if isinstance(value, list) else [value])]
         server_args = prepare_server_args(command)
         os.environ.setdefault("SGLANG_BLOCK_NONZERO_RANK_CHILDREN", "0")
         port_args = PortArgs.init_new(server_args)

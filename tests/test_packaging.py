@@ -123,6 +123,9 @@ def test_wheel_holds_the_package_alone(built: Path, kind: str) -> None:
     found = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names if name.endswith(".py")}
     assert found - {"locks_sglang", "locks_sglang.__main__"} == modules()
     assert "locks_sglang/py.typed" in names
+    shapes = [file.relative_to(ROOT).as_posix() for file in (ROOT / "benchmarks" / "models").glob("*/config.json")]
+    assert shapes
+    assert {f"locks_sglang/{shape}" for shape in shapes} <= set(names)
     assert f"locks_sglang-{__version__}.dist-info/licenses/LICENSE" in names
     assert "locks_sglang/kernels/__init__.py" not in names
     assert "locks_sglang/patches/__init__.py" not in names
