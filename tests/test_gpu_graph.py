@@ -1,6 +1,7 @@
 """Decode in a CUDA graph, and FlashInfer as what attends in it, on a CUDA GPU: the backend over a pool of its own, without a
 server (`pytest -m gpu tests/test_gpu_graph.py`). FlashInfer compiles its kernel at first use, once a head dimension."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ class Pool:
 class Rig:
     """The backend over sixteen requests of up to 8,192 tokens in shuffled pages, and graphs of every size."""
 
-    def __init__(self, attend: str, budget_tokens: int = 512) -> None:
+    def __init__(self, attend: str, patch: pytest.MonkeyPatch, budget_tokens: int = 512) -> None:
         gen = generator(21)
         held = CONTEXT // PAGE_SIZE
         pages = torch.randperm(16 * held, generator=gen) + 1
@@ -70,6 +71,8 @@ class Rig:
             dtype=torch.bfloat16,
             model=torch.nn.ModuleList(self.layers),
         )
+        if attend == "flashinfer":
+            patch.setattr("locks_sglang.backend.FLASHINFER_ROWS", 0)
         self.backend = LocksAttnBackend(runner, LocksConfig(budget_tokens=budget_tokens), None)  # type: ignore[arg-type]
         assert self.backend.attend_path.name == "flashinfer"
         if attend == "triton":
@@ -139,11 +142,13 @@ class Rig:
 
 
 @pytest.fixture(scope="module", params=ATTEND)
-def rig(request: pytest.FixtureRequest) -> Rig:
-    made = Rig(request.param)
-    made.capture()
-    assert (made.backend._flashinfer is not None) == (request.param == "flashinfer")
-    return made
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """FlashInfer attends for steps of any size here, however few its rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = Rig(request.param, patch)
+        made.capture()
+        assert (made.backend._flashinfer is not None) == (request.param == "flashinfer")
+        yield made
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -217,11 +222,20 @@ def test_thousand_replays(rig: Rig) -> None:
     assert [x.data_ptr() for x in tensors] == pointers
 
 
-def test_both_ways_to_attend_agree() -> None:
+def test_few_rows_leave_flashinfer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule that serves: 16 rows, here 8 requests."""
+    backend = Rig("triton", monkeypatch).backend
+    backend._flashinfer = FlashInferDecode(16, HEADS, GROUP, DIM, backend.config.budget_pages, torch.bfloat16, DEVICE)
+    assert backend._planned_flashinfer([40] * 7, 7) is None
+    assert backend._planned_flashinfer([40] * 7, 8) is backend._flashinfer
+    assert backend._planned_flashinfer([40] * 7, 17) is None
+
+
+def test_both_ways_to_attend_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole step with FlashInfer against the Triton kernel's, eagerly: both are held to 5e-3 of the truth elsewhere."""
     outs = []
     for attend in ATTEND:
-        made = Rig(attend, budget_tokens=2048)
+        made = Rig(attend, monkeypatch, budget_tokens=2048)
         batch = made.batch(16, LENGTHS["mixed"], 16)
         made.backend.init_forward_metadata(batch)
         outs.append(made.forward(batch, 16))

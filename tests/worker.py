@@ -55,7 +55,7 @@ class Worker:
         self._process.join()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """A child in the middle of a scenario would outlive a test run that was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -64,7 +64,7 @@ def _end_with_parent() -> None:
 
 
 def _serve(pipe: Connection, model_path: str, environment: dict[str, str], arguments: dict[str, Any]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.update(environment, HF_HUB_OFFLINE="1")
     for entry in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
         if entry:
