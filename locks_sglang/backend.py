@@ -19,6 +19,7 @@ from .plan import DecodePlan, ExtendPlan, plan_extend
 from .summary_pool import SummaryPool
 from .support import (
     DENSE_BACKENDS,
+    FLASHINFER_ROWS,
     GPU_VERIFIED,
     GRAPHS_WITHOUT_KERNELS,
     AttendPath,
@@ -236,7 +237,8 @@ class LocksAttnBackend(AttentionBackend):
 
     def _planned_flashinfer(self, lengths: list[int], size: int) -> FlashInferDecode | None:
         """FlashInfer, planned for these requests and padding up to `size` rows; None where the Triton kernel attends."""
-        if self._flashinfer is None or size > self._flashinfer.batch:
+        few = size * self._keys.shape[1] < FLASHINFER_ROWS
+        if self._flashinfer is None or few or size > self._flashinfer.batch:
             return None
         counts = [min(self.config.budget_pages, -(-length // PAGE_SIZE)) for length in lengths]
         self._flashinfer.plan((*counts, *[1] * (size - len(counts))))

@@ -26,6 +26,7 @@ from .support import (
     FIRST_VERSION,
     FLASHINFER_DTYPES,
     FLASHINFER_HEAD_DIMS,
+    FLASHINFER_ROWS,
     UnsupportedError,
     attend_path,
     check_version,
@@ -126,7 +127,8 @@ def _attend(gpu: bool, flashinfer: bool) -> list[str]:
         return [f"{usual.name}: {usual.reason}"]
     sizes = ", ".join(map(str, FLASHINFER_HEAD_DIMS))
     kinds = f"{' and '.join(FLASHINFER_DTYPES)} caches of head dimension {sizes} without a soft cap"
-    return [f"flashinfer: {kinds}, if it can build its kernel", "triton: every other"]
+    rows = f"from {FLASHINFER_ROWS} rows (requests x KV heads) a step on"
+    return [f"flashinfer: {kinds}, {rows}, if it can build its kernel", "triton: every other"]
 
 
 def _entry_point(problems: list[Problem]) -> dict[str, Any]:

@@ -19,6 +19,9 @@ LARGEST_GROUP = 16
 DENSE_BACKENDS = ("flashinfer", "fa3", "triton", "torch_native")
 FLASHINFER_DTYPES = ("bfloat16", "float16")
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
+FLASHINFER_ROWS = 16
+"""Rows (request, KV head) of a step from which FlashInfer attends: with fewer, the Triton kernel takes 5 to 8 us a layer in the
+graph and FlashInfer 9 to 12, measured with 4 and 8 rows (benchmarks/NOTES.md)."""
 
 Probe = Callable[[Any], str]
 """Looks at arguments, a model runner or an attention layer; returns what it found there, "" for nothing."""
@@ -562,7 +565,8 @@ def attend_path(kernels: bool, dtype: str, head_dims: tuple[int, int], logit_cap
         return AttendPath("triton", f"FlashInfer is used for head dimension {sizes}, not for {head_dims[0]}/{head_dims[1]}")
     if logit_cap:
         return AttendPath("triton", "FlashInfer is not used with a logit soft cap")
-    return AttendPath("flashinfer", f"{dtype}, head dimension {head_dims[0]}, no soft cap")
+    reason = f"{dtype}, head dimension {head_dims[0]}, no soft cap; triton for steps of fewer than {FLASHINFER_ROWS} rows"
+    return AttendPath("flashinfer", f"{reason} (requests x KV heads)")
 
 
 def in_range(version: str) -> bool:
