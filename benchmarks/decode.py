@@ -20,7 +20,7 @@ import sys
 import time
 import traceback
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -108,12 +108,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--budget must be a multiple of {PAGE_SIZE} tokens, got {given.budget}")
     if len(set(given.backends)) < len(given.backends):
         parser.error("--backends names one twice")
-    try:
-        import torch
-    except ImportError as error:
-        print(f"locks-sglang bench needs torch, which cannot be imported: {error}", file=sys.stderr)
-        return 2
-    refusal = gpu_refusal(torch)
+    refusal = gpu_refusal()
     if refusal:
         print(refusal, file=sys.stderr)
         return 2
@@ -140,7 +135,12 @@ def main(argv: Sequence[str]) -> int:
         )
         if not _in_child(run, given.timeout):
             failed.append(backend)
-    with given.out.open() as results:
+    return report(given.out, begin, summary, failed)
+
+
+def report(path: Path, begin: int, summary: Callable[[list[dict[str, Any]]], Iterable[str]], failed: list[str]) -> int:
+    """Print what this run added to a file of results from byte `begin` on, and what failed; the exit status."""
+    with path.open() as results:
         results.seek(begin)
         rows = [json.loads(line) for line in results]
     for line in summary(rows):

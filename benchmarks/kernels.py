@@ -55,12 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = sys.argv[1:] if argv is None else list(argv)
     given = parser.parse_args(arguments)
-    try:
-        import torch
-    except ImportError as error:
-        print(f"locks-sglang bench needs torch, which cannot be imported: {error}", file=sys.stderr)
-        return 2
-    refusal = gpu_refusal(torch)
+    refusal = gpu_refusal()
     if refusal:
         print(refusal, file=sys.stderr)
         return 2
@@ -75,8 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def gpu_refusal(torch: Any) -> str:
+def gpu_refusal() -> str:
     """Why nothing can be measured on this machine, "" where it can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"locks-sglang bench needs torch, which cannot be imported: {error}"
     from ..kernels.common.capability import COMPUTE_CAPABILITY
 
     if not torch.cuda.is_available() or torch.version.hip is not None:

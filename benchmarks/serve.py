@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 from ..serving import ServerError, serving
 from ..support import DENSE_BACKENDS
-from .decode import GPU_BACKENDS, LOCKS, MODELS, machine, models, percentiles, shape_of
+from .decode import GPU_BACKENDS, LOCKS, MODELS, machine, models, percentiles, report, shape_of
 from .kernels import PAGE_SIZE, whole
 
 CPU_BACKENDS = ("torch_native",)
@@ -139,14 +139,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted; the server is stopped", file=sys.stderr)
         return 130
-    with given.out.open() as results:
-        results.seek(begin)
-        rows = [json.loads(line) for line in results]
-    for line in summary(rows):
-        print(line)
-    if failed:
-        print(f"failed, or not available here: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return report(given.out, begin, summary, failed)
 
 
 def _parser() -> argparse.ArgumentParser:
