@@ -5,8 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 SGLANG_VERSION ?= 0.5.23
 TESTS ?= not gpu
-# the kernels under Triton's interpreter, in a run of their own
-KERNELS ?= TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q
+# the kernels under Triton's interpreter, in a run of their own; nothing there starts a server, so one worker a core
+KERNELS ?= TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4
 # pip's bars for a person; nothing but errors in a log
 QUIET := $(shell test -t 2 || echo -qq)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..support import DENSE_BACKENDS
-from .kernels import PAGE_SIZE, commit, context_tokens, gpu_refusal, whole
+from .kernels import PAGE_SIZE, brief, commit, context_tokens, gpu_refusal, whole
 
 MODELS = Path(__file__).resolve().parent / "models"
 LOCKS = "locks"
@@ -112,12 +112,7 @@ def main(argv: Sequence[str]) -> int:
     if refusal:
         print(refusal, file=sys.stderr)
         return 2
-    try:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        with given.out.open("a") as out:
-            begin = out.tell()
-    except OSError as error:
-        parser.error(f"--out {given.out} cannot be written: {error.strerror}")
+    begin = end_of_results(parser, given.out)
     command = shlex.join(["locks-sglang", "bench", "decode", *argv])
     failed = []
     for backend in given.backends:
@@ -136,6 +131,16 @@ def main(argv: Sequence[str]) -> int:
         if not _in_child(run, given.timeout):
             failed.append(backend)
     return report(given.out, begin, summary, failed)
+
+
+def end_of_results(parser: argparse.ArgumentParser, path: Path) -> int:
+    """Bytes that a file of results has so far; it is made where it is not there, and the parser told where it cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as out:
+            return out.tell()
+    except OSError as error:
+        parser.error(f"--out {path} cannot be written: {error.strerror}")
 
 
 def report(path: Path, begin: int, summary: Callable[[list[dict[str, Any]]], Iterable[str]], failed: list[str]) -> int:
@@ -534,7 +539,7 @@ class Decoder:
         return {
             "counted": counted | {"invalid_pages": after["invalid_pages"]},
             "settings": asdict(self.server.backend.config),
-            "attend": self.server.backend.attend_path.name,
+            "attend": self.server.backend.attends_with(batch),
         }
 
     def _memory(self) -> dict[str, int]:
@@ -646,7 +651,7 @@ def measure(run: Run) -> bool:
                 row = decoder.measure(context, batch)
             except Exception as error:
                 traceback.print_exc()
-                decoder.say(f"{size}: failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                decoder.say(f"{size}: failed: {type(error).__name__}: {brief(error)}")
                 good = False
                 continue
             decoder.say(
@@ -694,7 +699,7 @@ def child(text: str) -> int:
         return 0 if measure(Run(**json.loads(text))) else 1
     except Exception as error:
         traceback.print_exc()
-        print(f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+        print(f"failed: {type(error).__name__}: {brief(error)}", flush=True)
         return 1
 
 

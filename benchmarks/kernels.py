@@ -169,7 +169,7 @@ def measure(given: argparse.Namespace, command: str) -> Iterator[dict[str, Any]]
                         if not operation.name.endswith("top_k"):
                             raise
                         # A yardstick of another package, which may not be made for capture.
-                        print(f"{size}: {operation.name} cannot be timed: {str(error).splitlines()[0]}")
+                        print(f"{size}: {operation.name} cannot be timed: {brief(error)}")
                         continue
                     share = operation.bytes_moved / time.median / bandwidth
                     print(
@@ -320,6 +320,11 @@ def _bytes_needed(shape: Shape, context: int, batch: int, rank: int) -> int:
     summaries = pages * shape.heads * RecordLayout(shape.dim, shape.dim, rank).record_bytes
     results = pages * shape.heads * 4 * (2 * shape.group + 4)
     return caches + summaries + 3 * results
+
+
+def brief(error: BaseException) -> str:
+    """First line of what an error says."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def commit() -> str | None:

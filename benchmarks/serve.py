@@ -20,7 +20,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -32,13 +31,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from ..serving import ServerError, serving
+from ..serving import ServerError, end_of_log, serving, stopped_by_signals
 from ..support import DENSE_BACKENDS
-from .decode import GPU_BACKENDS, LOCKS, MODELS, machine, models, percentiles, report, shape_of
-from .kernels import PAGE_SIZE, whole
+from .decode import GPU_BACKENDS, LOCKS, MODELS, end_of_results, machine, models, percentiles, report, shape_of
+from .kernels import PAGE_SIZE, brief, whole
 
 CPU_BACKENDS = ("torch_native",)
 OWN_FLAGS = ("--model", "--model-path", "--attention-backend", "--device", "--host", "--port", "--locks-budget-tokens")
@@ -121,16 +119,11 @@ def main(argv: Sequence[str]) -> int:
     complaint = _complaint(given, backends, dense, folder, load)
     if complaint:
         parser.error(complaint)
-    try:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        with given.out.open("a") as out:
-            begin = out.tell()
-    except OSError as error:
-        parser.error(f"--out {given.out} cannot be written: {error.strerror}")
+    begin = end_of_results(parser, given.out)
     command = shlex.join(["locks-sglang", "bench", "serve", *argv])
     failed = []
     try:
-        with _stopped_by_signals(), tempfile.TemporaryDirectory() as scratch:
+        with stopped_by_signals(), tempfile.TemporaryDirectory() as scratch:
             if given.config:
                 folder = dressed(folder, Path(scratch) / given.config)
             for backend in backends:
@@ -261,11 +254,8 @@ def _serve_and_ask(
         return given.timeout - (time.monotonic() - began)
 
     def in_time(phase: str) -> None:
-        # A server whose scheduler failed waits a minute for dumps of the GPU before it ends.
-        if "SIGQUIT received" in log.read_text(errors="replace"):
-            raise ServerError(f"the scheduler failed:\n{_end(log)}")
         if left() <= 0:
-            raise ServerError(f"no answer after {given.timeout} s, still {phase}:\n{_end(log)}")
+            raise ServerError(f"no answer after {given.timeout} s, still {phase}:\n{end_of_log(log)}")
 
     facts = {
         "weights": "dummy" if given.config else "real",
@@ -284,7 +274,7 @@ def _serve_and_ask(
     except (ServerError, OSError) as error:
         print(f"{backend}: {error}", flush=True)
     if code:
-        print(f"{backend}: the end of {log}:\n{_end(log)}", flush=True)
+        print(f"{backend}: the end of {log}:\n{end_of_log(log)}", flush=True)
     ended = "done" if code == 0 else "failed"
     print(f"{backend}: {time.monotonic() - began:.0f} s, {ended}", flush=True)
     return code == 0
@@ -303,7 +293,7 @@ def _server_environment(backend: str, device: str, scratch: Path) -> dict[str, s
 def _client(scratch: Path) -> Iterator["subprocess.Popen[str]"]:
     """A client that loads SGLang's benchmark while the server starts, and waits for its `Run`; killed when the block ends."""
     command = [sys.executable, "-m", "locks_sglang.benchmarks.serve"]
-    environment = _client_environment(scratch)
+    environment = client_environment(scratch / "client", {**os.environ, "HF_HUB_OFFLINE": "1"})
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True, start_new_session=True)
     try:
         yield process
@@ -312,37 +302,17 @@ def _client(scratch: Path) -> Iterator["subprocess.Popen[str]"]:
         process.wait()
 
 
-def _client_environment(scratch: Path) -> dict[str, str]:
-    """The client's variables. SGLang's benchmark imports the package `datasets` for data that is not used here."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+def client_environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for `sglang.benchmark.serving`, which imports the package `datasets` for data sets that are not used here.
+
+    Where that is not installed, a module in its place is put into `folder`.
+    """
+    variables = dict(environment)
     if find_spec("datasets") is None:
-        folder = scratch / "client"
         folder.mkdir(exist_ok=True)
         (folder / "datasets.py").write_text("def load_dataset(*args, **kwargs):\n    raise RuntimeError('not installed')\n")
-        variables["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [variables.get("PYTHONPATH")])])
     return variables
-
-
-def _end(log: Path) -> str:
-    """The last lines of a log."""
-    lines = log.read_text(errors="replace").strip().splitlines()[-15:]
-    return "\n".join("  " + line[:240] for line in lines)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """A closed terminal or a stopped job ends the server too; what nohup ignores stays ignored."""
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, _interrupt) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -466,7 +436,7 @@ class Client:
                 good &= self._measure(users, facts)
             except Exception as error:
                 traceback.print_exc()
-                self._say(f"users {users}: failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+                self._say(f"users {users}: failed: {type(error).__name__}: {brief(error)}")
                 good = False
         return good
 
@@ -556,7 +526,7 @@ def child() -> int:
         return 0 if not text or Client(Run(**json.loads(text)), benchmark).all() else 1
     except Exception as error:
         traceback.print_exc()
-        print(f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+        print(f"failed: {type(error).__name__}: {brief(error)}", flush=True)
         return 1
 
 

@@ -237,12 +237,17 @@ class LocksAttnBackend(AttentionBackend):
 
     def _planned_flashinfer(self, lengths: list[int], size: int) -> FlashInferDecode | None:
         """FlashInfer, planned for these requests and padding up to `size` rows; None where the Triton kernel attends."""
-        few = size * self._keys.shape[1] < FLASHINFER_ROWS
-        if self._flashinfer is None or few or size > self._flashinfer.batch:
+        if self._flashinfer is None or self.attends_with(size) != "flashinfer":
             return None
         counts = [min(self.config.budget_pages, -(-length // PAGE_SIZE)) for length in lengths]
         self._flashinfer.plan((*counts, *[1] * (size - len(counts))))
         return self._flashinfer
+
+    def attends_with(self, size: int) -> str:
+        """What attends in a sparse step of `size` requests, padding included: "flashinfer", "triton" or "reference"."""
+        few = size * self._keys.shape[1] < FLASHINFER_ROWS
+        too_many = self._flashinfer is not None and size > self._flashinfer.batch
+        return "triton" if self.attend_path.name == "flashinfer" and (few or too_many) else self.attend_path.name
 
     def _make_flashinfer(self, batch: int) -> None:
         """Build FlashInfer's side for up to `batch` rows; where that fails the Triton kernel attends from then on."""

@@ -13,7 +13,6 @@ import platform
 import pydoc_data.topics
 import re
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -23,8 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import openai
 from rich.console import Console
@@ -35,7 +33,7 @@ from tokenizers import Tokenizer
 from . import ConfigError, LocksConfig, __version__
 from .dense_cpu import dense_environment
 from .models import ModelError, checked, fetch
-from .serving import ServerError, serving
+from .serving import ServerError, serving, stopped_by_signals
 
 MODEL = "smollm2"
 LEAST_DOCUMENT_TOKENS = 4000
@@ -636,10 +634,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo.
 
@@ -647,17 +641,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0; 1 when `RULE` is broken; 2 when the demo could not run; 130 when it was interrupted.
     """
     options, screen = parse(argv), Screen()
-    # A terminal that closes or a job that is stopped must end the server too; what nohup ignores stays ignored.
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, _interrupt) for number in heard}
     try:
-        return run(options, screen)
+        with stopped_by_signals():
+            return run(options, screen)
     except (ConfigError, ModelError, ServerError, openai.OpenAIError) as error:
         screen.say(f"error: {error}", "bold red")
         return 2
     except KeyboardInterrupt:
         screen.say("interrupted; the server is stopped")
         return 130
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

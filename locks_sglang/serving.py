@@ -10,6 +10,8 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 PHASES = {
     "Load weight begin": "loading the model",
@@ -18,6 +20,8 @@ PHASES = {
 }
 """What SGLang's log says when a phase of its start begins, and what that phase is."""
 
+SCHEDULER_FAILED = "SIGQUIT received"
+"""What the log says then; the server waits a minute more, for dumps of a GPU, before it ends."""
 
 PATIENCE_S = 10.0
 """Seconds that a server gets to end by itself."""
@@ -43,7 +47,8 @@ def serving(
         The server's address, once its `/health` answers.
 
     Raises:
-        ServerError: the server ended before the block did; with the last lines of its log.
+        ServerError: the server ended before the block did, or its scheduler failed before it was up; with the last lines of
+            its log.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -63,6 +68,8 @@ def serving(
             if process.poll() is not None:
                 raise ConnectionError("it did not start")
             text = log.read_text(errors="replace")
+            if SCHEDULER_FAILED in text:
+                raise ServerError(f"the server's scheduler failed; the end of {log}:\n{end_of_log(log)}")
             on_phase(next((phase for mark, phase in reversed(PHASES.items()) if mark in text), "loading SGLang"))
             time.sleep(0.5)
         yield url
@@ -71,11 +78,34 @@ def serving(
             process.wait(1)  # a connection breaks a moment before its process is gone
         if process.returncode is None:
             raise
-        lines = log.read_text(errors="replace").strip().splitlines()[-15:]
-        shown = "\n".join("  " + line[:240] for line in lines)
-        raise ServerError(f"the server ended with code {process.returncode}; the end of {log}:\n{shown}") from error
+        raise ServerError(f"the server ended with code {process.returncode}; the end of {log}:\n{end_of_log(log)}") from error
     finally:
         _stop(process)
+
+
+def end_of_log(log: Path) -> str:
+    """The last lines of a log, indented."""
+    lines = log.read_text(errors="replace").strip().splitlines()[-15:]
+    return "\n".join("  " + line[:240] for line in lines)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Make a terminal that closes or a job that is stopped a KeyboardInterrupt in the block, so that its server ends too.
+
+    What nohup ignores stays ignored.
+    """
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _healthy(url: str) -> bool:

@@ -8,9 +8,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from locks_sglang.benchmarks.serve import client_environment
 
 TOP = 5
 """Candidates whose logits are compared at each position."""
@@ -254,11 +255,7 @@ def benchmark(
     Returns:
         What it reports.
     """
-    variables = dict(environment)
-    if find_spec("datasets") is None:
-        # The benchmark imports every data set that it knows; random tokens need none of them.
-        (folder / "datasets.py").write_text("def load_dataset(*args, **kwargs):\n    raise RuntimeError('not installed')\n")
-        variables["PYTHONPATH"] = f"{folder}:{variables.get('PYTHONPATH', '')}"
+    variables = client_environment(folder, environment)
     out = folder / "benchmark.jsonl"
     options = {
         "backend": "sglang",

@@ -15,6 +15,7 @@ from locks_sglang import LocksConfig
 from locks_sglang.backend import LocksAttnBackend
 from locks_sglang.kernels.common import PAGE_SIZE
 from locks_sglang.summary_pool import VERIFY_SLACK
+from locks_sglang.support import FLASHINFER_ROWS, AttendPath
 
 LAYERS = 2
 SLOTS = 4096
@@ -461,6 +462,19 @@ def test_late_page_of_a_finished_request() -> None:
     page = int(bench.requests.req_to_token[5, 0]) // PAGE_SIZE
     assert not bench.backend.summaries.valid[:, page].any()
     assert bench.backend.summaries.builds[page] == 0
+
+
+def test_few_rows_and_large_steps_are_left_to_triton() -> None:
+    """Rows are requests x KV heads; FlashInfer has buffers for so many requests."""
+    backend = Bench().backend
+    heads = backend._keys.shape[1]
+    assert backend.attends_with(8) == "reference"
+    backend.attend_path = AttendPath("flashinfer", "asked for by the test")
+    backend._flashinfer = SimpleNamespace(batch=64)  # type: ignore[assignment]
+    least = -(-FLASHINFER_ROWS // heads)
+    found = {size: backend.attends_with(size) for size in (least - 1, least, 64, 65)}
+    assert found == {least - 1: "triton", least: "flashinfer", 64: "flashinfer", 65: "triton"}
+    assert backend._planned_flashinfer([40], least - 1) is None
 
 
 def test_graphs_are_refused_without_kernels() -> None:

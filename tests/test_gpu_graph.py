@@ -225,6 +225,7 @@ def test_thousand_replays(rig: Rig) -> None:
 def test_few_rows_leave_flashinfer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the rule that serves: 16 rows, here 8 requests."""
     backend = Rig("triton", monkeypatch).backend
+    backend.attend_path = AttendPath("flashinfer", "asked for by the test")
     backend._flashinfer = FlashInferDecode(16, HEADS, GROUP, DIM, backend.config.budget_pages, torch.bfloat16, DEVICE)
     assert backend._planned_flashinfer([40] * 7, 7) is None
     assert backend._planned_flashinfer([40] * 7, 8) is backend._flashinfer

@@ -261,10 +261,6 @@ def serve_and_ask(words: list[str], model: str, sizes: Sizes, backend: str, fold
     folder.mkdir()
 
     def in_time(phase: str) -> None:
-        text = log.read_text(errors="replace")
-        # A server whose scheduler failed waits a minute for dumps of the GPU before it ends.
-        if "SIGQUIT received" in text:
-            raise RuntimeError("the scheduler failed")
         if time.monotonic() - began > START_S:
             raise TimeoutError(f"no answer after {START_S:.0f} s, still {phase}")
 

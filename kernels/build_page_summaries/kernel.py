@@ -68,6 +68,12 @@ def _tangent(own, other, off):
 
 
 @triton.jit
+def _column_scale(column, EACH: tl.constexpr):
+    """Where the scale of a column of the basis stands among the scales of a record."""
+    return column % 8 // 2 * EACH + tl.where(column < 8, 4, 8) + column % 2
+
+
+@triton.jit
 def _build_pages(
     k_ptr,
     v_ptr,
@@ -141,12 +147,10 @@ def _build_pages(
     kept = column < R
     largest = tl.maximum(tl.max(tl.abs(basis_low), 1), tl.max(tl.abs(basis_high), 1))
     bits, divisor, _ = bf16_scale(largest, largest >= 0.0, 7)
-    at = column % 8 // 2 * EACH + tl.where(column < 8, 4, 8) + column % 2
-    tl.store(scales + at, bits, mask=kept)
+    tl.store(scales + _column_scale(column, EACH), bits, mask=kept)
     # The scan multiplies what stands behind the last column by coefficients of 0, so it must be finite.
     behind = tl.arange(0, 8 if EACH == 8 else 16)
-    at = behind % 8 // 2 * EACH + tl.where(behind < 8, 4, 8) + behind % 2
-    tl.store(scales + at, tl.zeros_like(behind).to(tl.int16), mask=behind >= R)
+    tl.store(scales + _column_scale(behind, EACH), 0, mask=behind >= R)
     inverse = 1.0 / divisor
     low_level = round_half_even(basis_low * inverse[:, None])
     high_level = round_half_even(basis_high * inverse[:, None])
@@ -173,7 +177,7 @@ def _build_pages(
     mean_high -= tl.load(center + D // 2, mask=inside, other=0.0)
     largest = tl.maximum(tl.max(tl.abs(mean_low), 0), tl.max(tl.abs(mean_high), 0))
     bits, divisor, usable = bf16_scale(largest, finite & (largest >= 0.0), 127)
-    tl.store(scales + lane * EACH + 6, bits + tl.zeros([4], tl.int16))
+    tl.store(scales + lane * EACH + 6, bits)
     _store_levels(out + MEAN + half, mean_low, divisor, usable, inside)
     _store_levels(out + MEAN + D // 2 + half, mean_high, divisor, usable, inside)
 
@@ -184,7 +188,7 @@ def _build_pages(
         value = tl.sum(values.to(tl.float32), 0) / 16.0
         usable = tl.sum((tl.abs(value) < float("inf")).to(tl.int32), 0) == DV_BLOCK
         bits, divisor, usable = bf16_scale(tl.max(tl.abs(value), 0), usable, 127)
-        tl.store(scales + lane * EACH + 7, bits + tl.zeros([4], tl.int16))
+        tl.store(scales + lane * EACH + 7, bits)
         _store_levels(out + VALUE + dim, value, divisor, usable, within)
     if head == 0:
         tl.store(valid_ptr + page, 1)

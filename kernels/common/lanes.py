@@ -50,6 +50,20 @@ def exchange(x, MASK: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @helper
+def row_max(x, NATIVE: tl.constexpr):
+    """Largest x of the four lanes of a row, known to all of them."""
+    x = tl.maximum(x, exchange(x, 1, NATIVE))
+    return tl.maximum(x, exchange(x, 2, NATIVE))
+
+
+@helper
+def row_sum(x, NATIVE: tl.constexpr):
+    """Sum of x over the four lanes of a row, known to all of them."""
+    x += exchange(x, 1, NATIVE)
+    return x + exchange(x, 2, NATIVE)
+
+
+@helper
 def pack_bf16(low, high, NATIVE: tl.constexpr):
     """Two fp32, rounded to nearest even, as the lower and upper half of an int32."""
     if NATIVE:

@@ -25,7 +25,6 @@ from ..common.lanes import (
     dot_bf16_k8,
     dot_bf16_k16,
     dot_s8,
-    exchange,
     fixed_point,
     helper,
     high_bf16,
@@ -33,6 +32,8 @@ from ..common.lanes import (
     low_bf16,
     pack_bf16,
     pick,
+    row_max,
+    row_sum,
     split_bf16,
 )
 
@@ -222,12 +223,8 @@ def _masses_of_lane(
         l0, l1, l2, l3 = _logits_of_page(
             at, other, scales, source, shift, upper, lower, unit, cap, r, c, D, R, BASIS, COEF, PAIRED, CAPPED, NATIVE
         )
-        top = tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3))
-        top = tl.maximum(top, exchange(top, 1, NATIVE))
-        top = tl.maximum(top, exchange(top, 2, NATIVE))
-        mass = (tl.exp2(l0 - top) + tl.exp2(l1 - top)) + (tl.exp2(l2 - top) + tl.exp2(l3 - top))
-        mass += exchange(mass, 1, NATIVE)
-        mass += exchange(mass, 2, NATIVE)
+        top = row_max(tl.maximum(tl.maximum(l0, l1), tl.maximum(l2, l3)), NATIVE)
+        mass = row_sum((tl.exp2(l0 - top) + tl.exp2(l1 - top)) + (tl.exp2(l2 - top) + tl.exp2(l3 - top)), NATIVE)
         new_tops = new_tops + (tl.where(c == j, top, tops[i]),)
         new_masses = new_masses + (tl.where(c == j, mass, masses[i]),)
     return new_tops, new_masses
@@ -280,7 +277,7 @@ def _scan_pages(
     # Words that a lane takes of half a column or of half a mean.
     WORDS: tl.constexpr = D // 32
     # Unrolled, all loads of a step are on their way before it begins; at larger sizes that would take minutes to compile.
-    UNROLLED: tl.constexpr = D <= 128 and R <= 8
+    UNROLL: tl.constexpr = 4 if D <= 128 and R <= 8 else 1
     # Up to four query heads leave room for a second page in the rows of a product: rows 4 to 7 hold the same heads again.
     PAIRED: tl.constexpr = GROUP <= 4
     OWN: tl.constexpr = 1 if PAIRED else 2
@@ -292,6 +289,9 @@ def _scan_pages(
     lane = thread & 31
     r, c = lane >> 2, lane & 3
     second = r >= 4
+    # Pages of a step: where those of this warp begin, and the one that this lane looks up.
+    eight = 8 * (thread >> 5)
+    place = eight + r
     member = r & 3 if PAIRED else r
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
@@ -304,10 +304,9 @@ def _scan_pages(
             complete = tl.minimum(end, (tl.load(lens_ptr + request) // 16).to(tl.int32))
         # Pages are looked up one step ahead, so that it is known where their records lie when a step begins. Behind the last
         # one stands page 0, whose record is there to be read and never counts.
-        table = table_ptr + row64 * table_row + 8 * (thread >> 5) + r
-        place = first + 8 * (thread >> 5) + r
+        table = table_ptr + row64 * table_row
         for tile in range((GROUP + 7) // 8):
-            following = tl.load(table + first, mask=place < end, other=0)
+            following = tl.load(table + first + place, mask=first + place < end, other=0)
             query_head = tl.minimum(8 * tile + member, GROUP - 1)
             shown = 8 * tile + member < GROUP
             query = q_ptr + row64 * q_row + (head * GROUP + query_head) * q_head
@@ -320,24 +319,20 @@ def _scan_pages(
                 largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
                 q_center += tl.sum(x * tl.load(center_ptr + head * D + dim), 1)
                 entries = entries + (x,)
-            largest = tl.maximum(largest, exchange(largest, 1, NATIVE))
-            largest = tl.maximum(largest, exchange(largest, 2, NATIVE))
-            q_center += exchange(q_center, 1, NATIVE)
-            q_center += exchange(q_center, 2, NATIVE)
-            unit = tl.maximum(largest / 32512.0, 1e-30)
+            unit = tl.maximum(row_max(largest, NATIVE) / 32512.0, 1e-30)
             inverse = 1.0 / unit
             upper, lower = (), ()
             for i in tl.static_range(2 * WORDS):
                 word, rest = fixed_point(columns(entries[i]), inverse)
                 upper, lower = upper + (word,), lower + (rest,)
-            q_center *= sm_scale * LOG2E
+            q_center = row_sum(q_center, NATIVE) * (sm_scale * LOG2E)
             unit *= sm_scale * LOG2E
 
             peak = tl.full([32 * WARPS], float("-inf"), tl.float32)
             total = tl.zeros([32 * WARPS], tl.float32)
             for begin in tl.range(first, end, STEP, num_stages=STAGES):
                 page = following
-                following = tl.load(table + begin + STEP, mask=place - first + begin + STEP < end, other=0)
+                following = tl.load(table + begin + STEP + place, mask=begin + STEP + place < end, other=0)
                 records = record_ptr + head * RECORD
                 record = records + page.to(tl.int64) * STRIDE
                 mean = load_words((record + MEAN + c * (D // 8)).to(tl.pointer_type(tl.int32)), WORDS)
@@ -350,7 +345,7 @@ def _scan_pages(
                 for i in tl.static_range(OWN):
                     # This lane's own pages: 2c and 2c + 1, or the one of its half.
                     own = 2 * c + (r >> 2 if PAIRED else i)
-                    logical = begin + 8 * (thread >> 5) + own
+                    logical = begin + eight + own
                     known = known + ((logical < complete) & (pick(valid, 4 * own, NATIVE) != 0),)
                     scale = low_bf16(pick(scales[3], 4 * own, NATIVE)) * unit
                     whole = tl.where(second, product[1], product[0]) if PAIRED else product[i]
@@ -358,30 +353,10 @@ def _scan_pages(
 
                 at_hand = page, records, unit, cap, lane
                 tops, masses = offset, offset
-                if UNROLLED:
-                    for j in tl.static_range(4):
+                for owner in range(0, 4, UNROLL):
+                    for j in tl.static_range(UNROLL):
                         tops, masses = _masses_of_lane(
-                            j,
-                            tops,
-                            masses,
-                            at_hand,
-                            scales,
-                            offset,
-                            upper,
-                            lower,
-                            STRIDE,
-                            D,
-                            R,
-                            BASIS,
-                            COEF,
-                            PAIRED,
-                            CAPPED,
-                            NATIVE,
-                        )
-                else:
-                    for j in range(4):
-                        tops, masses = _masses_of_lane(
-                            j,
+                            owner + j,
                             tops,
                             masses,
                             at_hand,
@@ -399,7 +374,7 @@ def _scan_pages(
                             NATIVE,
                         )
                 for i in tl.static_range(OWN):
-                    logical = begin + 8 * (thread >> 5) + 2 * c + (r >> 2 if PAIRED else i)
+                    logical = begin + eight + 2 * c + (r >> 2 if PAIRED else i)
                     top = tops[i] if CAPPED else tops[i] + offset[i]
                     lse = top + tl.log2(masses[i])
                     # A record with a NaN scale gives NaN: no estimate for that page alone, and no part in any sum.
