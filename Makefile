@@ -5,8 +5,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 SGLANG_VERSION ?= 0.5.23
 TESTS ?= not gpu
-# the kernels under Triton's interpreter, in a run of their own; nothing there starts a server, so one worker a core
-KERNELS ?= TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q -n auto --maxprocesses 4
+# a worker a core for tests that start no server
+SPREAD := -n auto --maxprocesses 4
+# the kernels under Triton's interpreter, in a run of their own
+KERNELS ?= TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q $(SPREAD)
 # pip's bars for a person; nothing but errors in a log
 QUIET := $(shell test -t 2 || echo -qq)
 
@@ -21,7 +23,8 @@ demo: $(VENV)/.demo-$(SGLANG_VERSION) ## serve a real model with locks, chat ove
 
 test: $(VENV)/.test-$(SGLANG_VERSION) ## run the tests; one kind: make test TESTS='not gpu and not server'
 	$(KERNELS)
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m '$(TESTS)'
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q $(SPREAD) --dist loadfile -m '($(TESTS)) and not server' || test $$? = 5
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -q -m '($(TESTS)) and server' || test $$? = 5 # nothing to run
 
 compat: ## run the tests on the oldest supported SGLang, 0.5.17
 	$(MAKE) test VENV=.venv-0517 SGLANG_VERSION=0.5.17 TESTS='($(TESTS)) and not one_version' KERNELS=

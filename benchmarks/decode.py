@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -62,6 +63,7 @@ class Run:
     Attributes:
         model: folder of the model's configuration. backend: name as on the command line.
         contexts, batches: sizes, all combinations. steps: timed steps a size. budget: tokens. rank: of the summaries.
+        min_context: tokens below which `locks` decodes dense.
         page_size: SGLang's, for backends other than `locks`; None leaves it to SGLang.
         out: file of results. command: the command that asked. device, dtype: as SGLang takes them.
     """
@@ -75,6 +77,7 @@ class Run:
     rank: int
     out: str
     command: str
+    min_context: int = 0
     page_size: int | None = None
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -126,6 +129,7 @@ def main(argv: Sequence[str]) -> int:
             given.rank,
             str(given.out),
             command,
+            given.min_context,
             given.dense_page_size,
         )
         if not _in_child(run, given.timeout):
@@ -177,6 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=whole(1, 100_000), default=FEWEST_STEPS, metavar="N")
     parser.add_argument("--budget", type=whole(3 * PAGE_SIZE, 1 << 20), default=2048, metavar="TOKENS")
     parser.add_argument("--rank", type=int, choices=(8, 4, 2), default=8)
+    parser.add_argument(
+        "--min-context", type=whole(0, 1 << 22), default=0, metavar="TOKENS", help=f"below it {LOCKS} decodes dense (0: never)"
+    )
     parser.add_argument(
         "--dense-page-size", type=whole(1, LARGEST_PAGE), metavar="TOKENS", help="of the others (SGLang's choice)"
     )
@@ -522,8 +529,12 @@ class Decoder:
         Raises:
             CheckError: they are not.
         """
-        passes, budget = 2, self.run.budget // PAGE_SIZE
-        held = [-(-(context + number) // PAGE_SIZE) for number in range(1, WARM_UP + self.run.steps + 1)]
+        from ..backend import attends_with
+
+        passes, budget, backend = 2, self.run.budget // PAGE_SIZE, self.server.backend
+        lengths = range(context + 1, context + WARM_UP + self.run.steps + 1)
+        held = [-(-length // PAGE_SIZE) for length in lengths if not backend.config.runs_dense([length])]
+        short = len(lengths) - len(held)
         wanted = {
             "sparse_rows": passes * batch * len(held),
             "pages_held": passes * batch * sum(held),
@@ -532,14 +543,16 @@ class Decoder:
         counted = {name: after[name] - before[name] for name in wanted}
         if counted != wanted:
             raise CheckError(f"counted {counted}, must be {wanted}")
-        if after["dense_rows"] != before["dense_rows"]:
-            raise CheckError(f"rows ran dense: {after['dense_rows']}")
+        dense = Counter(after["dense_rows"])
+        dense.subtract(before["dense_rows"])
+        if +dense != +Counter(short=passes * batch * short):
+            raise CheckError(f"rows ran dense: {dict(+dense)}, must be {passes * batch * short} short ones")
         if after["invalid_pages"]:
             raise CheckError(f"{after['invalid_pages']} pages met without a summary")
         return {
-            "counted": counted | {"invalid_pages": after["invalid_pages"]},
-            "settings": asdict(self.server.backend.config),
-            "attend": self.server.backend.attends_with(batch),
+            "counted": counted | {"dense_rows": dict(+dense), "invalid_pages": after["invalid_pages"]},
+            "settings": asdict(backend.config),
+            "attend": ", then ".join(["dense variant"] * (short > 0) + [attends_with(backend, batch)] * (len(held) > 0)),
         }
 
     def _memory(self) -> dict[str, int]:
@@ -579,7 +592,7 @@ def server_arguments(run: Run) -> dict[str, Any]:
         "log_level": "warning",
     }
     if run.backend == LOCKS:
-        arguments |= {"locks_budget_tokens": run.budget, "locks_rank": run.rank, "locks_min_context_tokens": 0}
+        arguments |= {"locks_budget_tokens": run.budget, "locks_rank": run.rank, "locks_min_context_tokens": run.min_context}
     elif run.page_size is not None:
         arguments["page_size"] = run.page_size
     if run.device != "cpu":

@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from .config import LoadedConfig, LocksConfig, load_config
 from .kernels.common import PAGE_SIZE
 from .kernels.common.capability import runs_kernels
+from .kernels.common.side_stream import SideStream
 from .kernels.decode_plan import DecodeBuffers, plan_decode
 from .kernels.locks_decode import locks_decode_step
 from .kernels.sparse_decode import FlashInferDecode
@@ -22,6 +23,7 @@ from .support import (
     FLASHINFER_ROWS,
     GPU_VERIFIED,
     GRAPHS_WITHOUT_KERNELS,
+    SHORT_WITHOUT_GRAPHS,
     AttendPath,
     UnsupportedError,
     attend_path,
@@ -116,7 +118,8 @@ class LocksAttnBackend(AttentionBackend):
 
     Prefill, extend and mixed batches run on `dense`, and every page that such a step fills is summarised after each
     layer's attention. Decode batches store the new token, summarise the pages that it completes, and run `locks_decode_step`,
-    eagerly or as part of a CUDA graph: all that changes between two steps lies in buffers that the plan fills before.
+    eagerly or as part of a CUDA graph: all that changes between two steps lies in buffers that the plan fills before. Decode
+    batches that `min_context_tokens` calls short run on `dense` too, in graphs of their own where there are graphs.
 
     Args:
         runner: SGLang's `ModelRunner`.
@@ -150,7 +153,12 @@ class LocksAttnBackend(AttentionBackend):
         if self.attend_path.name == "flashinfer":
             # Compiled now, not in the first step of a request.
             self._make_flashinfer(EAGER_BATCH)
+        # Summaries that a decode step builds are not needed before the next one, and only every sixteenth step of a request
+        # builds any: beside the rest of a layer, that step takes hardly longer than others.
+        self._building = SideStream(self._keys.device)
         self._graph_buffers: DecodeBuffers | None = None
+        # Whether decode graphs come in a dense kind too, and whether the one that is being captured is of it.
+        self.dense_graphs = self.captures_dense = False
         self._decode: DecodePlan | None = None
         self._extend: ExtendPlan | None = None
         # Requests of the last extend step and the tokens they had after it: a request that comes back with exactly that
@@ -174,7 +182,10 @@ class LocksAttnBackend(AttentionBackend):
             lengths = forward_batch.seq_lens_cpu.tolist()
             columns = -(-max(lengths) // PAGE_SIZE)
             buffers = DecodeBuffers.allocate(len(lengths), columns, self._keys.shape[1], self._keys.device)
-            self._plan_decode(forward_batch, lengths, buffers, dense=self.config.runs_dense(lengths))
+            dense = self.config.runs_dense(lengths)
+            if dense:
+                self.dense.init_forward_metadata(forward_batch)
+            self._plan_decode(forward_batch, lengths, buffers, dense=dense)
         else:
             self.dense.init_forward_metadata(forward_batch)
             self._plan_extend(forward_batch)
@@ -182,18 +193,32 @@ class LocksAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Plan a decode step that a CUDA graph replays or, with rows of padding alone, captures.
 
-        Runs on the forward stream, outside the graph. The graph reads nothing of SGLang's tables but what is copied here.
+        Runs on the forward stream, outside the graph. The graph reads nothing of SGLang's tables but what is copied here, or by
+        the inner backend where that attends: `patches/graph_capture.py` replays the graph that the lengths ask for.
         """
         assert forward_batch.forward_mode.is_decode()  # graphs of whole prefills are refused
         assert self._graph_buffers is not None
         size = forward_batch.batch_size
         buffers = self._graph_buffers.rows(size)
+        lengths = [] if in_capture else forward_batch.seq_lens_cpu.tolist()[: size - forward_batch.num_padding]
+        dense = self.captures_dense if in_capture else self.dense_graphs and self.config.runs_dense(lengths)
+        if dense:
+            self.dense.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         if in_capture:
-            self._plan_rows(forward_batch, [], buffers, dense=False)
+            self._plan_rows(forward_batch, lengths, buffers, dense=dense)
             return
         self.summaries.catch_up()
-        lengths = forward_batch.seq_lens_cpu.tolist()[: size - forward_batch.num_padding]
-        self._plan_decode(forward_batch, lengths, buffers, dense=False)
+        self._plan_decode(forward_batch, lengths, buffers, dense=dense)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Part of a graph: what the inner backend prepares there, where it attends."""
+        if self._decode is not None and self._decode.dense:
+            self.dense.init_forward_metadata_in_graph(forward_batch)
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        """Between a warm-up of a graph and its capture: the inner backend's, where it attends."""
+        if self._decode is not None and self._decode.dense:
+            self.dense.on_after_cuda_graph_warmup()
 
     def _plan_synthetic(self, batch: Any) -> None:
         """A batch of no request, with which SGLang warms up or captures a prefill graph: it runs dense, builds and counts
@@ -210,11 +235,10 @@ class LocksAttnBackend(AttentionBackend):
             self._extend = ExtendPlan(none, none, none)
 
     def _plan_decode(self, batch: Any, lengths: list[int], buffers: DecodeBuffers, *, dense: bool) -> None:
-        """Plan and count a decode step of requests with these lengths."""
+        """Plan and count a decode step of requests with these lengths; if dense, the inner backend has planned it too."""
         self._plan_rows(batch, lengths, buffers, dense=dense)
         self.counters.decode_steps += 1
         if dense:
-            self.dense.init_forward_metadata(batch)
             self.counters.dense_rows["short"] += len(lengths)
         else:
             held = [-(-length // PAGE_SIZE) for length in lengths]
@@ -237,17 +261,11 @@ class LocksAttnBackend(AttentionBackend):
 
     def _planned_flashinfer(self, lengths: list[int], size: int) -> FlashInferDecode | None:
         """FlashInfer, planned for these requests and padding up to `size` rows; None where the Triton kernel attends."""
-        if self._flashinfer is None or self.attends_with(size) != "flashinfer":
+        if self._flashinfer is None or attends_with(self, size) != "flashinfer":
             return None
         counts = [min(self.config.budget_pages, -(-length // PAGE_SIZE)) for length in lengths]
         self._flashinfer.plan((*counts, *[1] * (size - len(counts))))
         return self._flashinfer
-
-    def attends_with(self, size: int) -> str:
-        """What attends in a sparse step of `size` requests, padding included: "flashinfer", "triton" or "reference"."""
-        few = size * self._keys.shape[1] < FLASHINFER_ROWS
-        too_many = self._flashinfer is not None and size > self._flashinfer.batch
-        return "triton" if self.attend_path.name == "flashinfer" and (few or too_many) else self.attend_path.name
 
     def _make_flashinfer(self, batch: int) -> None:
         """Build FlashInfer's side for up to `batch` rows; where that fails the Triton kernel attends from then on."""
@@ -333,7 +351,8 @@ class LocksAttnBackend(AttentionBackend):
             return out
         if save_kv_cache and k is not None:
             self.kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        self.summaries.build(layer.layer_id, buffers.filled)
+        with self._building.beside():
+            self.summaries.build(layer.layer_id, buffers.filled)
         step = locks_decode_step(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.kv_pool.get_key_buffer(layer.layer_id),
@@ -343,9 +362,11 @@ class LocksAttnBackend(AttentionBackend):
             buffers.seq_lens,
             layer.scaling,
             self.config,
+            newest_unbuilt=True,
             num_pages=buffers.num_pages,
             attend=plan.attend,
         )
+        self._building.join()
         return step.out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def _check(self, layer: Any, sinks: Any) -> None:
@@ -360,10 +381,14 @@ class LocksAttnBackend(AttentionBackend):
         """Allocate what decode graphs of up to `max_bs` rows read, once.
 
         Raises:
-            UnsupportedError: a device, dtype or shape that only the torch reference takes.
+            UnsupportedError: a device, dtype or shape that only the torch reference takes, or an inner backend without graphs
+                that is to attend in one.
         """
         if not self._kernels:
             raise UnsupportedError(GRAPHS_WITHOUT_KERNELS.message(f"{self._keys.device}, {self._keys.dtype} cache"))
+        self.dense_graphs = self.config.min_context_tokens > 0
+        if self.dense_graphs:
+            self._init_dense_graphs(max_bs, max_num_tokens)
         heads, device = self._keys.shape[1], self._keys.device
         # No request holds more pages than there are, whatever context the model allows.
         columns = -(-min(self.req_to_token.shape[1], self._keys.shape[0]) // PAGE_SIZE)
@@ -378,10 +403,30 @@ class LocksAttnBackend(AttentionBackend):
         if self._flashinfer is not None and self._flashinfer.batch < max_bs:
             self._make_flashinfer(max_bs)
 
+    def _init_dense_graphs(self, max_bs: int, max_num_tokens: int) -> None:
+        """Let the inner backend allocate what its graphs read, once for all sizes.
+
+        Per row and token of the model's context that is 5 bytes with FlashInfer and 8 with Triton; with FA3 4 bytes a page.
+        """
+        try:
+            self.dense.init_cuda_graph_state(max_bs, max_num_tokens)
+        except NotImplementedError:
+            raise UnsupportedError(SHORT_WITHOUT_GRAPHS.message(type(self.dense).__name__)) from None
+        # Padded rows of both kinds of graph get the length that SGLang asks this backend for.
+        assert self.dense.get_cuda_graph_seq_len_fill_value() == self.get_cuda_graph_seq_len_fill_value()
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of padded rows."""
+        """Length of padded rows: that of every inner backend, and one token of page 0 is what the plan makes of them."""
         return 1
 
     def support_triton(self) -> bool:
         """Whether SGLang may use its Triton helpers around this backend: as its inner backend says."""
         return self.dense.support_triton()
+
+
+def attends_with(backend: LocksAttnBackend, size: int) -> str:
+    """What attends in a sparse step of `size` requests, padding included: "flashinfer", "triton" or "reference"."""
+    name = backend.attend_path.name
+    few = size * backend._keys.shape[1] < FLASHINFER_ROWS
+    too_many = backend._flashinfer is not None and size > backend._flashinfer.batch
+    return "triton" if name == "flashinfer" and (few or too_many) else name

@@ -52,7 +52,7 @@ class LocksConfig:
     combine: str = _setting("mass", ", ".join(COMBINES), "how the query heads of a KV head vote for pages")
     tail_correction: str = _setting("qmu", ", ".join(TAIL_CORRECTIONS), "estimate of the pages that are not read")
     min_context_tokens: int = _setting(
-        0, "0 (never) or more", "decode dense, and without a CUDA graph, while every request of a batch is shorter than this"
+        0, "0 (never) or more", "decode dense while every request of a batch is shorter than this; doubles the decode graphs"
     )
     dense_backend: str = _setting(
         "auto", ", ".join(DENSE_BACKENDS), "backend for prefill; auto is what SGLang would have picked without locks"

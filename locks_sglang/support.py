@@ -242,6 +242,14 @@ GRAPHS_WITHOUT_KERNELS = Feature(
     "Use --cuda-graph-backend-decode disabled",
 )
 
+SHORT_WITHOUT_GRAPHS = Feature(
+    "short contexts (min_context_tokens) in CUDA graphs on this dense backend",
+    "refused",
+    "tests/test_backend.py::test_dense_graphs_are_refused_without_an_inner_backend",
+    "SGLang cannot capture its decode",
+    "Use --locks-dense-backend flashinfer, fa3 or triton, --locks-min-context-tokens 0 or --cuda-graph-backend-decode disabled",
+)
+
 FEATURES: tuple[Feature, ...] = (
     Feature("MHA and GQA decoder models", "works", _TWIN),
     Feature("page size 16, 32, 64, 128 and 256", "works", "tests/test_backend.py::test_page_sizes"),
@@ -258,6 +266,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("no radix cache (--disable-radix-cache)", "works", "tests/test_inprocess.py::test_no_radix_cache"),
     Feature("eviction and reuse of pages", "works", "tests/test_inprocess.py::test_eviction_keeps_summaries"),
     Feature("short contexts (min_context_tokens)", "dense", "tests/test_inprocess.py::test_short_batches_run_dense"),
+    SHORT_WITHOUT_GRAPHS,
     Feature("bf16, fp16 and fp32 KV cache", "works", "tests/test_backend.py::test_cache_dtypes"),
     Feature(
         "different prefill and decode attention backends",

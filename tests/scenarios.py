@@ -454,6 +454,95 @@ def short_batches_run_dense(server: InProcessServer) -> None:
     assert_summaries_are_fresh(server)
 
 
+@contextmanager
+def replayed_graphs(server: InProcessServer) -> Iterator[list[str]]:
+    """Labels of the decode graphs that are replayed in the meantime."""
+    graphs = server.runner.decode_cuda_graph_runner.backend
+    labels: list[str] = []
+    replay = graphs.replay
+
+    def noted(key: Any, *args: Any, **kwargs: Any) -> Any:
+        labels.append(key.variant_label)
+        return replay(key, *args, **kwargs)
+
+    graphs.replay = noted
+    try:
+        yield labels
+    finally:
+        graphs.replay = replay
+
+
+def dense_graph_equals_eager(server: InProcessServer, rows: int, new_tokens: int) -> float:
+    """Every decode step of so many short requests runs twice on the inner backend, eagerly and in its dense graph.
+
+    Returns:
+        The largest difference of the logits of a row, relative to their length.
+    """
+    from locks_sglang.patches.graph_capture import DENSE
+
+    runner = server.runner
+    graphs, forward = runner.decode_cuda_graph_runner, runner.forward
+    sizes: list[int] = []
+    worst: list[float] = []
+
+    def twice(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not batch.forward_mode.is_decode():
+            return forward(batch, *args, **kwargs)
+        # First: the replayed step ends SGLang's promise that the batch's tables stay as they are.
+        graphs.can_run_graph = lambda batch: False
+        try:
+            eager = forward(batch, *args, **kwargs)
+            assert not eager.can_run_graph
+            expected = eager.logits_output.next_token_logits.float().clone()
+        finally:
+            del graphs.can_run_graph
+        output = forward(batch, *args, **kwargs)
+        assert output.can_run_graph
+        found = output.logits_output.next_token_logits.float()
+        assert len(found) == len(expected)
+        sizes.append(len(found))
+        worst.append(float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()))
+        return output
+
+    server.flush_cache()
+    before = counters(server)
+    runner.forward = twice
+    try:
+        with replayed_graphs(server) as labels:
+            server.generate([text_tokens(server, 90 + 13 * i, skip=37 * i) for i in range(rows)], new_tokens)
+    finally:
+        del runner.forward
+    after = counters(server)
+    assert max(sizes) == rows
+    assert labels == [DENSE] * len(sizes)
+    assert len(sizes) >= new_tokens - 1
+    assert after["dense_rows"]["short"] - before["dense_rows"].get("short", 0) == 2 * sum(sizes)
+    assert after["sparse_rows"] == before["sparse_rows"]
+    assert_summaries_are_fresh(server)
+    return max(worst)
+
+
+def grows_out_of_the_dense_graph(server: InProcessServer) -> None:
+    """A request decodes in the dense graph until it has `min_context_tokens` and in the sparse one from then on."""
+    from locks_sglang.patches.graph_capture import DENSE, SPARSE
+
+    limit, new_tokens = server.backend.config.min_context_tokens, 80
+    prompt = limit - 40
+    server.flush_cache()
+    before = counters(server)
+    with replayed_graphs(server) as labels:
+        server.generate([text_tokens(server, prompt)], new_tokens)
+    after = counters(server)
+    # A step of n decoded tokens, its own included, has prompt + n tokens.
+    short = limit - 1 - prompt
+    long = after["decode_steps"] - before["decode_steps"] - short
+    assert long >= new_tokens - 1 - short
+    assert labels == [DENSE] * short + [SPARSE] * long
+    assert after["dense_rows"]["short"] - before["dense_rows"].get("short", 0) == short
+    assert after["sparse_rows"] - before["sparse_rows"] == long
+    assert assert_summaries_are_fresh(server) >= (prompt + new_tokens - 1) // PAGE
+
+
 def untouched(server: InProcessServer) -> None:
     """Before the first request nothing was built, counted or centred."""
     summaries = server.backend.summaries

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from locks_sglang import LocksConfig
-from locks_sglang.backend import LocksAttnBackend
+from locks_sglang.backend import LocksAttnBackend, attends_with
 from locks_sglang.kernels.common import PAGE_SIZE
 from locks_sglang.summary_pool import VERIFY_SLACK
 from locks_sglang.support import FLASHINFER_ROWS, AttendPath
@@ -34,10 +35,9 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         logit_cap: float = 0.0,
         budget_tokens: int = 8192,
+        dense: type[TorchNativeAttnBackend] = TorchNativeAttnBackend,
         **settings: Any,
     ) -> None:
-        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
         self.page_size, self.heads, self.group, self.head_dim, self.dtype = page_size, heads, group, head_dim, dtype
         self.kv_pool = MHATokenToKVPool(
             SLOTS,
@@ -62,7 +62,7 @@ class Bench:
             model=torch.nn.ModuleList(self.layers),
         )
         self.config = LocksConfig(budget_tokens=budget_tokens, **settings)
-        self.backend = LocksAttnBackend(runner, self.config, TorchNativeAttnBackend(runner))
+        self.backend = LocksAttnBackend(runner, self.config, dense(runner))
         generator = torch.Generator().manual_seed(0)
         self.keys = torch.randn(8, LAYERS, 2048, heads, head_dim, generator=generator)
         self.values = torch.randn(8, LAYERS, 2048, heads, head_dim, generator=generator)
@@ -120,6 +120,7 @@ class Bench:
             seq_lens=torch.tensor(totals + [self.backend.get_cuda_graph_seq_len_fill_value()] * padding),
             seq_lens_cpu=torch.tensor(totals + [1] * padding),
             out_cache_loc=torch.tensor([*slots, *[0] * padding]),
+            encoder_lens=None,
         )
         self.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
         self.backend.init_forward_metadata_in_graph(batch)
@@ -385,6 +386,31 @@ def test_warm_up_batches_leave_no_trace() -> None:
     assert not summaries.counters.dense_rows
 
 
+class GraphNative(TorchNativeAttnBackend):
+    """Runs in graphs as SGLang's GPU backends do: copies the table in its plan. Notes what it is asked for."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self.asked: list[str] = []
+        self.table = self.req_to_token_pool.req_to_token
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.asked.append("state")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.asked.append("capture" if in_capture else "replay")
+        self.req_to_token_pool = SimpleNamespace(req_to_token=self.table.clone())
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        self.asked.append("in graph")
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.asked.append("warm-up")
+
+
 def graph_bench(max_bs: int, **settings: Any) -> Bench:
     """A bench whose graph buffers are allocated, as if the kernels took its CPU tensors."""
     bench = Bench(budget_tokens=64, **settings)
@@ -416,9 +442,11 @@ def test_padded_replays_are_eager_steps() -> None:
     assert not graph.backend.summaries.valid[:, 0].any()
 
 
-def test_capture_leaves_no_trace() -> None:
+@pytest.mark.parametrize("dense", [False, True])
+def test_capture_leaves_no_trace(dense: bool) -> None:
     """A graph is captured over rows of padding: nothing is built, counted or centred, and nothing but page 0 is written."""
-    bench = graph_bench(4)
+    bench = graph_bench(4, min_context_tokens=100 * dense, dense=GraphNative)
+    bench.backend.captures_dense = dense
     before = [bench.kv_pool.get_key_buffer(layer).clone() for layer in range(LAYERS)]
     for size in (4, 2, 1):
         bench.replay([], [], size, in_capture=True)
@@ -429,6 +457,10 @@ def test_capture_leaves_no_trace() -> None:
     assert summaries.counters.snapshot() == Bench().backend.counters.snapshot()
     for layer in range(LAYERS):
         assert torch.equal(bench.kv_pool.get_key_buffer(layer)[PAGE_SIZE:], before[layer][PAGE_SIZE:])
+    bench.backend.on_after_cuda_graph_warmup()
+    inner = bench.backend.dense
+    assert isinstance(inner, GraphNative)
+    assert inner.asked == (["state", *["capture", "in graph"] * 3, "warm-up"] if dense else [])
 
 
 def test_first_page_of_a_server_that_decode_fills() -> None:
@@ -468,11 +500,11 @@ def test_few_rows_and_large_steps_are_left_to_triton() -> None:
     """Rows are requests x KV heads; FlashInfer has buffers for so many requests."""
     backend = Bench().backend
     heads = backend._keys.shape[1]
-    assert backend.attends_with(8) == "reference"
+    assert attends_with(backend, 8) == "reference"
     backend.attend_path = AttendPath("flashinfer", "asked for by the test")
     backend._flashinfer = SimpleNamespace(batch=64)  # type: ignore[assignment]
     least = -(-FLASHINFER_ROWS // heads)
-    found = {size: backend.attends_with(size) for size in (least - 1, least, 64, 65)}
+    found = {size: attends_with(backend, size) for size in (least - 1, least, 64, 65)}
     assert found == {least - 1: "triton", least: "flashinfer", 64: "flashinfer", 65: "triton"}
     assert backend._planned_flashinfer([40], least - 1) is None
 
@@ -482,15 +514,89 @@ def test_graphs_are_refused_without_kernels() -> None:
         Bench().backend.init_cuda_graph_state(4, 4)
 
 
-def test_short_batches_stay_out_of_the_graph() -> None:
-    from locks_sglang.patches.graph_capture import short_runs_eagerly
+def test_dense_graphs_are_refused_without_an_inner_backend() -> None:
+    with pytest.raises(ValueError, match="--locks-dense-backend flashinfer, fa3 or triton"):
+        graph_bench(4, min_context_tokens=100)
 
-    bench = Bench(min_context_tokens=100)
-    runner = SimpleNamespace(attn_backend=bench.backend)
-    short, long = (SimpleNamespace(seq_lens_cpu=torch.tensor(lens)) for lens in ([99, 3], [100, 3]))
-    assert short_runs_eagerly(True, runner, short) is False
-    assert short_runs_eagerly(True, runner, long) is None
-    assert short_runs_eagerly(False, runner, short) is None
-    assert short_runs_eagerly(True, SimpleNamespace(attn_backend=bench.backend.dense), short) is None
-    assert short_runs_eagerly(True, SimpleNamespace(attn_backend=Bench().backend), short) is None
-    assert short_runs_eagerly(True, runner, SimpleNamespace(seq_lens_cpu=torch.zeros(0))) is None
+
+def test_replays_go_from_dense_to_sparse() -> None:
+    """Requests that grow past `min_context_tokens` over page borders: all is as in eager steps, the short ones dense."""
+    settings: dict[str, Any] = {"min_context_tokens": 52, "dense": GraphNative}
+    graph, eager = graph_bench(8, **settings), Bench(budget_tokens=64, **settings)
+    rows, lengths = [1, 4, 6], [30, 41, 47]
+    for bench in (graph, eager):
+        bench.step(rows, [0, 0, 0], lengths, ForwardMode.EXTEND)
+    for _ in range(20):
+        lengths = [n + 1 for n in lengths]
+        # Only its graph's plan gives the inner backend a table of its own.
+        eager.backend.dense.init_forward_metadata_out_graph(None)  # type: ignore[arg-type]
+        expected = eager.step(rows, [n - 1 for n in lengths], lengths, ForwardMode.DECODE)
+        for a, b in zip(graph.replay(rows, lengths, 5), expected, strict=True):
+            # Other shapes of the same sums.
+            assert (a[:3] - b).abs().max() <= 1e-5
+        if max(lengths) < 52:
+            for i, row in enumerate(rows):
+                truth = graph.truth(row, lengths[i] - 1, LAYERS - 1)
+                assert (a[i].double() - truth).abs().max() <= TOLERANCE[torch.float32] * truth.abs().max()
+    for a, b in zip(*(vars(x.backend.summaries.flags).values() for x in (graph, eager)), strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(graph.backend.summaries.record, eager.backend.summaries.record)
+    counts = graph.backend.counters.snapshot()
+    assert counts == eager.backend.counters.snapshot()
+    assert (counts["dense_rows"], counts["sparse_rows"]) == ({"short": 3 * 4}, 3 * 16)
+    inner = graph.backend.dense
+    assert isinstance(inner, GraphNative)
+    assert inner.asked == ["state", *["replay", "in graph"] * 4]
+    pages = torch.cat([graph.complete_pages(row, length) for row, length in zip(rows, lengths, strict=True)])
+    assert graph.backend.summaries.verify(pages) == []
+    assert graph.backend.summaries.valid[:, pages].all()
+
+
+@pytest.mark.parametrize("minimum", [0, 100])
+def test_graphs_that_sglang_captures_and_replays(minimum: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own capture loop and its choice of a graph, hooked as its framework hooks them: two graphs a size, or one."""
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
+    from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+
+    from locks_sglang.patches.graph_capture import DENSE, SPARSE, capture_both, choose
+
+    bench = graph_bench(4, min_context_tokens=minimum, dense=GraphNative)
+    captured: list[Any] = []
+
+    def capture(self: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None, *args: Any) -> None:
+        captured.append(self._make_graph_key(size, stream_idx, variant_label, *args))
+        bench.replay([], [], size, in_capture=True)
+        plan = bench.backend._decode
+        assert plan is not None
+        assert plan.dense == (variant_label == DENSE)
+
+    class Runner(module.DecodeCudaGraphRunner):  # type: ignore[misc]
+        capture_one_shape = _wrap_fn(capture, capture_both, HookType.AROUND)
+        _resolve_lora_variant = _wrap_fn(module.DecodeCudaGraphRunner._resolve_lora_variant, choose, HookType.AFTER)
+
+    runner = Runner.__new__(Runner)
+    runner.attn_backend, runner.capture_bs, runner.compile_bs, runner.captured_req_width = bench.backend, [1, 4], [], 1
+    runner.record_nolora_graph, runner.attention_graph_variants, runner.disable_padding = False, None, True
+    runner.ragged_verify_mode = runner.require_mlp_tp_gather = runner.require_mlp_sync = runner.enable_pdmux = False
+    runner.is_encoder_decoder = runner.enable_two_batch_overlap = False
+    runner.model_runner = SimpleNamespace(
+        device="cpu", gpu_id=0, tp_group=None, model=torch.nn.Identity(), spec_algorithm=SimpleNamespace(is_ngram=lambda: False)
+    )
+    asked: list[Any] = []
+    runner.backend = SimpleNamespace(can_run=lambda batch, key: asked.append(key) or key in captured)
+    monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(tp_rank=1, tp_group=None))
+    monkeypatch.setattr(module, "get_available_gpu_memory", lambda *args, **kwargs: 0.0)
+    runner._capture_one_stream()
+    labels = [SPARSE, DENSE] if minimum else [None]
+    assert [(key.size, key.variant_label) for key in captured] == [(size, label) for size in (4, 1) for label in labels]
+    assert len(set(captured)) == len(captured)
+
+    def batch(lengths: list[int]) -> Any:
+        return SimpleNamespace(
+            replace_embeds=None, spec_info=None, lora_ids=None, batch_size=len(lengths), seq_lens_cpu=torch.tensor(lengths)
+        )
+
+    for lengths, label in (([99], DENSE), ([100], SPARSE), ([3, 99, 1, 99], DENSE), ([3, 100, 1, 99], SPARSE)):
+        assert runner.can_run_graph(batch(lengths))
+        assert asked[-1] in captured
+        assert (asked[-1].size, asked[-1].variant_label) == (len(lengths), label if minimum else None)

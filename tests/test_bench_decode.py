@@ -102,17 +102,20 @@ def test_summary_takes_the_fastest_dense_backend() -> None:
 
 
 def test_measures_on_cpu(tmp_path: Path) -> None:
-    """What runs on a GPU, without graphs: slots taken, cache filled and summarised, steps counted exactly, rows written."""
+    """What runs on a GPU, without graphs: slots taken, cache filled and summarised, steps counted exactly, rows written; the
+    smaller size is dense at first."""
     model, out = model_folder(tmp_path / "tiny", max_position_embeddings=512), tmp_path / "out.jsonl"
     run = {"model": model, "backend": "locks", "contexts": [512, 1024], "batches": [2], "steps": 20, "budget": 512, "rank": 8}
-    run |= {"out": str(out), "command": "test", "device": "cpu", "dtype": "float32"}
+    run |= {"out": str(out), "command": "test", "device": "cpu", "dtype": "float32", "min_context": 520}
     command = [sys.executable, "-m", "locks_sglang.benchmarks.decode", json.dumps(run)]
     done = subprocess.run(command, capture_output=True, text=True, env=clean_environment())
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["context"], row["batch"], row["backend"]) for row in rows] == [(512, 2, "locks"), (1024, 2, "locks")]
-    for row in rows:
-        assert row["counted"]["sparse_rows"] == 2 * 2 * (decode.WARM_UP + 20)
+    assert [row["attend"] for row in rows] == ["dense variant, then reference", "reference"]
+    for row, short in zip(rows, (7, 0), strict=True):
+        assert row["counted"]["dense_rows"] == ({"short": 2 * 2 * short} if short else {})
+        assert row["counted"]["sparse_rows"] == 2 * 2 * (decode.WARM_UP + 20 - short)
         assert row["counted"]["pages_read"] == 32 * row["counted"]["sparse_rows"]
         assert row["counted"]["invalid_pages"] == 0
         assert 0 < row["token_ms"]["p10"] <= row["token_ms"]["p50"] <= row["token_ms"]["p99"]

@@ -12,6 +12,8 @@ from worker import Worker
 
 from locks_sglang.dense_cpu import dense_environment
 
+pytestmark = pytest.mark.server
+
 LENGTHS = [1, 17, 300, 1500, 6000]
 NEW_TOKENS = 64
 ALL_FIT = {"LOCKS_BUDGET_TOKENS": "8192"}

@@ -37,7 +37,7 @@ from locks_sglang.kernels.locks_decode import locks_decode_step
 from locks_sglang.kernels.page_lse import kernel as scan_kernel
 from locks_sglang.kernels.page_lse import scan
 from locks_sglang.kernels.select_pages import kernel as select_kernel
-from locks_sglang.kernels.select_pages import top_pages
+from locks_sglang.kernels.select_pages import page_keys, top_pages
 from locks_sglang.kernels.sparse_decode import kernel as attend_kernel
 from locks_sglang.kernels.sparse_decode import sum_tail
 from locks_sglang.kernels.sparse_decode import tail as tail_kernel
@@ -52,7 +52,7 @@ LENGTHS = (1, 15, 16, 17, 0, 33, 1000)
 """Around page edges, none at all, and one that is spread over several items."""
 SCAN_LENGTHS = (1, 16, 17, 0, 400)
 """The same for the scan alone, which the interpreter takes a quarter of a second a step for."""
-SELECT_SIZES = {name: getattr(select_kernel, name) for name in ("BLOCK", "KEY_WIDTH", "WIDTH")}
+SELECT_SIZES = {name: getattr(select_kernel, name) for name in ("BLOCK", "KEY_WIDTH", "WIDTH", "FEW", "THREADS")}
 """Those that serve."""
 SHAPES = cover(dim=(64, 96, 128, 256), group=(1, 3, 7, 16), rank=(2, 4, 8, 15), tail=("qmu", "flat", "off"), cap=(0.0, 15.0))
 
@@ -87,7 +87,7 @@ def small_pieces(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(scan_kernel, "WARPS", 2)
         for module in (scan_kernel, select_kernel):
             patch.setattr(module, "N_BLOCK", 16)
-        for name, small in (("BLOCK", 4), ("KEY_WIDTH", 64), ("WIDTH", 32), ("FEW", 16)):
+        for name, small in (("BLOCK", 4), ("KEY_WIDTH", 64), ("WIDTH", 64), ("FEW", 32), ("THREADS", 32)):
             patch.setattr(select_kernel, name, small)
         empty, empty_like = torch.empty, torch.empty_like
         patch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
@@ -376,8 +376,9 @@ def test_select_writes_what_flashinfer_reads(budget: int) -> None:
     for b, n in enumerate(held.tolist()):
         table[b, max(n - 1, 0)] = 0
     indices = torch.full((heads * sum(min(budget, n) for n in held.tolist()) + 9,), -7, dtype=torch.int32, device=DEVICE)
-    pages, counts = top_pages(lse, None, held, budget, 1, 1, heads, "mass", page_table=table, indices=indices)
-    alone, _ = top_pages(lse, None, held, budget, 1, 1, heads, "mass")
+    ranked = page_keys(lse, None, held, 1, 1, heads, "mass")
+    pages, counts = top_pages(ranked, budget, page_table=table, indices=indices)
+    alone, _ = top_pages(ranked, budget)
     assert torch.equal(pages, alone)
     want = []
     for b, rows in enumerate(listed_pages(pages, counts)):
@@ -410,11 +411,16 @@ def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype"),
-    cover(dim=(64, 96, 128, 256), group=(1, 3, 8, 16), dtype=[torch.float32] + [torch.bfloat16] * (DEVICE == "cuda")),
+    ("dim", "group", "dtype", "listed"),
+    cover(
+        dim=(64, 96, 128, 256),
+        group=(1, 3, 8, 16),
+        dtype=[torch.float32] + [torch.bfloat16] * (DEVICE == "cuda"),
+        listed=(False, True),
+    ),
 )
-def test_tail_sums(dim: int, group: int, dtype: torch.dtype) -> None:
-    """Weights and weighed value means of the pages that are left, item by item; nothing of those that were read or are none."""
+def test_tail_sums(dim: int, group: int, dtype: torch.dtype, listed: bool) -> None:
+    """Weights and weighed value means of all pages, or of those in a list, item by item."""
     gen = generator(dim + group)
     kv = make_paged("rope", LENGTHS, 2, dim, gen)
     s = quantised(kv, 2)
@@ -425,19 +431,30 @@ def test_tail_sums(dim: int, group: int, dtype: torch.dtype) -> None:
     for request, length in enumerate(LENGTHS):
         weight[request, :, length // PAGE : -(-length // PAGE)] = -torch.inf
     weight = torch.where(torch.arange(weight.shape[2]) < kv.num_pages.cpu()[:, None, None], weight, torch.nan).to(DEVICE)
-    got = sum_tail(weight, s, kv.page_table, kv.num_pages, dtype)
+    counts, places = kv.num_pages, None
+    if listed:
+        # Every other page, in an order of its own for each head; behind them what must not be read.
+        counts = (kv.num_pages + 1) // 2
+        places = torch.full((len(LENGTHS), 2, kv.page_table.shape[1]), -1, dtype=torch.int32)
+        for request, pages in enumerate(kv.num_pages.tolist()):
+            for head in range(2):
+                order = 2 * torch.randperm(-(-pages // 2), generator=gen)
+                places[request, head, : len(order)] = order
+        places = places.to(DEVICE)
+    got = sum_tail(weight, s, kv.page_table, counts, dtype, listed=places)
     # The longest request is the last one: its items lie behind those of all others, those of its first head together.
-    share = -(-int(kv.num_pages.sum()) * 2 // tail_kernel.TARGET)
+    share = -(-int(counts.sum()) * 2 // tail_kernel.TARGET)
     length = -(-share // tail_kernel.N_BLOCK) * tail_kernel.N_BLOCK
-    items = [-(-int(n) // length) for n in kv.num_pages]
+    items = [-(-int(n) // length) for n in counts]
     assert items[-1] > 1
     values = factors_of(s).value_mean
     assert values is not None
     for head in range(2):
+        whole = np.arange(int(counts[-1])) if places is None else places[-1, head, : int(counts[-1])].cpu().numpy()
         for number in range(items[-1]):
             item = 2 * sum(items[:-1]) + head * items[-1] + number
-            pages = slice(number * length, min((number + 1) * length, int(kv.num_pages[-1])))
-            logs = f64(weight)[-1, head * group : (head + 1) * group, pages]
+            pages = whole[number * length : (number + 1) * length]
+            logs = f64(weight)[-1, head * group : (head + 1) * group][:, pages]
             peak = logs.max(1)
             assert_close(got.peak[item], peak)
             shares = np.exp(logs - peak[:, None])

@@ -212,6 +212,7 @@ AROUND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
             "force_for_draft_worker": True,
         },
     ),
+    ("capture_one_shape", (SimpleNamespace(attn_backend=SimpleNamespace()), 8, len, 0, "lora", "dense"), {}),
     ("RotaryEmbedding.__init__", (object(), 64, 64, 4096, 10000), {"is_neox_style": True}),
     ("get_last_loc", (torch.zeros(2, 4), torch.zeros(1), torch.ones(1)), {}),
     ("alloc_extend", (SimpleNamespace(device="cpu"), *(torch.ones(1) for _ in range(5)), 1), {}),
@@ -248,7 +249,7 @@ def test_after_hooks_leave_other_backends_alone() -> None:
     allocator = SimpleNamespace(get_kvcache=lambda: pool)
     batch = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     assert hook("mix_with_running")(None, batch, SimpleNamespace(reqs=[])) is None
-    assert hook("can_run_graph")(True, SimpleNamespace(attn_backend=SimpleNamespace()), object()) is None
+    assert hook("_resolve_lora_variant")("lora", SimpleNamespace(attn_backend=SimpleNamespace()), object()) is None
     state = SimpleNamespace(internal_state={})
     assert hook("get_internal_state")(state, batch) is None
     assert state.internal_state == {}
@@ -463,13 +464,22 @@ def test_backend_methods_in_every_release(wheel: Wheel) -> None:
 
 @pytest.mark.network
 def test_graph_capture_in_every_release(wheel: Wheel) -> None:
-    """What the hooks around capture make, and what a replayed decode step's plan reads of its batch."""
+    """What the hooks around capture make, what a replayed decode step's plan reads of its batch, and the length that inner
+    backends ask of padded rows."""
     file = "sglang/srt/model_executor/runner/decode_cuda_graph_runner.py"
     (view,) = [
         node for node in ast.walk(wheel.tree(file)) if isinstance(node, ast.FunctionDef) and node.name == "build_replay_fb_view"
     ]
     given = {word.arg for call in ast.walk(view) if isinstance(call, ast.Call) for word in call.keywords}
     assert {"batch_size", "forward_mode", "num_padding", "req_pool_indices", "seq_lens", "seq_lens_cpu"} <= given
+    inner = (
+        *("flashinfer_backend.FlashInferAttnBackend", "triton_backend.TritonAttnBackend"),
+        "flashattention_backend.FlashAttentionBackend",
+    )
+    for name in inner:
+        padded, _ = wheel.find(f"sglang.srt.layers.attention.{name}.get_cuda_graph_seq_len_fill_value")
+        assert padded is not None, name
+        assert ast.unparse(padded).endswith("return 1"), name
     found, _ = wheel.find("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.GraphCapture")
     assert isinstance(found, ast.ClassDef)
     fields = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}

@@ -26,6 +26,7 @@ from locks_sglang.support import (
     GRAPHS_WITHOUT_KERNELS,
     NOT_IN_EVERY_VERSION,
     PAGE_SIZES,
+    SHORT_WITHOUT_GRAPHS,
     Feature,
     UnsupportedError,
     attend_path,
@@ -407,6 +408,7 @@ def probed_by() -> dict[str, set[str]]:
         "test_refused_layers": {name for name, _, _ in LAYERS},
         "test_refused_by_sglang": {case.feature for case in BY_SGLANG},
         "test_graphs_are_refused_without_kernels": {GRAPHS_WITHOUT_KERNELS.name},
+        "test_dense_graphs_are_refused_without_an_inner_backend": {SHORT_WITHOUT_GRAPHS.name},
     }
 
 
@@ -428,7 +430,7 @@ def test_row(feature: Feature) -> None:
     tried = probed_by()
     assert feature.name in tried[function]
     assert all(feature.name in tried[f"test_refused_{name}"] for name in used)
-    assert used or function in ("test_refused_by_sglang", "test_graphs_are_refused_without_kernels")
+    assert used or function == "test_refused_by_sglang" or feature in (GRAPHS_WITHOUT_KERNELS, SHORT_WITHOUT_GRAPHS)
 
 
 def test_rows_are_distinct() -> None:

@@ -44,11 +44,14 @@ def locks_decode_step(
     logit_cap: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    newest_unbuilt: bool = False,
     num_pages: torch.Tensor | None = None,
     attend: FlashInferDecode | None = None,
 ) -> DecodeStep:
     """`locks_decode` that also returns which pages were read and the scores; arguments as there, and for a planned step:
 
+    newest_unbuilt: the summary of the page that holds the last token is not there yet, or is being built meanwhile, even if the
+        page is full: it is not scored, and read.
     num_pages: int32 [B], pages of each request, where they are known: fewer launches a layer.
     attend: FlashInfer, planned for min(budget, pages) of each row, to attend in the Triton kernel's place.
     """
@@ -88,6 +91,7 @@ def locks_decode_step(
         "logit_cap": logit_cap,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "newest_unbuilt": newest_unbuilt,
     }
     if fits:
         return step_on_kernels(*arguments, **settings, num_pages=num_pages, attend=attend)

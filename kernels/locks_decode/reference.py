@@ -38,12 +38,14 @@ def step(
     logit_cap: float,
     k_scale: float,
     v_scale: float,
+    newest_unbuilt: bool = False,
 ) -> DecodeStep:
     """As `locks_decode`, with the settings one by one."""
     num_pages = ((seq_lens + PAGE_SIZE - 1) // PAGE_SIZE).to(torch.int32)
     # Summaries describe keys and values as they are stored, like the caches.
+    scored = seq_lens - 1 if newest_unbuilt else seq_lens
     scores = page_scores(
-        q, s, page_table, num_pages, sm_scale * k_scale, seq_lens=seq_lens, logit_cap=logit_cap, tail=tail_correction
+        q, s, page_table, num_pages, sm_scale * k_scale, seq_lens=scored, logit_cap=logit_cap, tail=tail_correction
     )
     # A budget beyond what there is would only be padding.
     budget_pages = min(budget_pages, max(page_table.shape[1], sink_pages + recent_pages + 1))

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from ..build_page_summaries import PageSummaries
-from ..common.capability import interpreted
 from ..common.device import soft_cap
 from ..common.lanes import (
     columns,
@@ -36,6 +35,7 @@ from ..common.lanes import (
     row_sum,
     split_bf16,
 )
+from ..common.launch import chained, join_chain
 
 MULTIPROCESSORS = 132
 """Of an H200. A scan has as many items as its programs fit there at once."""
@@ -264,12 +264,14 @@ def _scan_pages(
     TAIL: tl.constexpr,
     CAPPED: tl.constexpr,
     PARTIAL: tl.constexpr,
+    NEWEST: tl.constexpr,
     B_BLOCK: tl.constexpr,
     WARPS: tl.constexpr,
     TARGET: tl.constexpr,
     STAGES: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
+    join_chain(NATIVE)
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     STEP: tl.constexpr = 8 * WARPS
@@ -301,7 +303,7 @@ def _scan_pages(
         end = tl.minimum(first + length, held)
         complete = end
         if PARTIAL:
-            complete = tl.minimum(end, (tl.load(lens_ptr + request) // 16).to(tl.int32))
+            complete = tl.minimum(end, ((tl.load(lens_ptr + request) - NEWEST) // 16).to(tl.int32))
         # Pages are looked up one step ahead, so that it is known where their records lie when a step begins. Behind the last
         # one stands page 0, whose record is there to be read and never counts.
         table = table_ptr + row64 * table_row
@@ -453,9 +455,10 @@ def scan(
     seq_lens: torch.Tensor | None,
     logit_cap: float,
     tail: str,
+    newest_unbuilt: bool = False,
 ) -> Scan:
     """Scan the packed summaries of every listed page; arguments as `page_scores`, B at least 1,
-    num_pages at most Nmax."""
+    num_pages at most Nmax. newest_unbuilt: the page of the last token has no estimate even if it is full."""
     assert s.record is not None
     batch, query_heads, _ = q.shape
     heads, layout = s.num_kv_heads, s.layout
@@ -500,12 +503,13 @@ def scan(
         TAIL=TAILS.index(tail),
         CAPPED=logit_cap > 0.0,
         PARTIAL=seq_lens is not None,
+        NEWEST=int(newest_unbuilt),
         B_BLOCK=b_block,
         WARPS=WARPS,
         TARGET=target,
         STAGES=STAGES,
-        NATIVE=not interpreted(),
         **layout.key_constants,
+        **chained(),
         num_warps=WARPS,
         maxnreg=registers,
     )

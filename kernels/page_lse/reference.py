@@ -53,8 +53,7 @@ def page_scores(
     lse = torch.logsumexp(logits, -2)
     unscored = ~s.valid[physical]
     if seq_lens is not None:
-        partial = torch.where(seq_lens % PAGE_SIZE != 0, seq_lens // PAGE_SIZE, n_max)
-        unscored = unscored | (logical == partial.unsqueeze(1))
+        unscored = unscored | (logical >= (seq_lens // PAGE_SIZE).unsqueeze(1))
     unscored = (unscored & listed)[:, None, :, None]
     listed = listed[:, None, :, None]
 

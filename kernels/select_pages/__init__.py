@@ -4,10 +4,10 @@ import torch
 
 from ..common import ArgumentError, require
 from ..common.capability import LARGEST_GROUP, on_kernels
-from .kernel import COMBINES, top_pages
+from .kernel import COMBINES, page_keys, top_pages
 from .reference import select
 
-__all__ = ["COMBINES", "select_pages", "top_pages"]
+__all__ = ["COMBINES", "page_keys", "select_pages", "top_pages"]
 
 
 def select_pages(
@@ -60,5 +60,5 @@ def select_pages(
         held = num_pages.clamp(0, lse.shape[2])
         listed = torch.arange(lse.shape[2], device=lse.device) < held[:, None, None]
         masked = torch.where(listed, lse, -torch.inf).contiguous()
-        return top_pages(masked, None, held, budget_pages, sink_pages, recent_pages, num_kv_heads, combine)
+        return top_pages(page_keys(masked, None, held, sink_pages, recent_pages, num_kv_heads, combine), budget_pages)
     return select(lse, num_pages, budget_pages, sink_pages, recent_pages, num_kv_heads, combine)

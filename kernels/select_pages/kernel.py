@@ -3,27 +3,31 @@
 A key is an unsigned integer that orders as `select_pages` prefers: recent, sink, no estimate, score; ties go to the lower
 page. The first kernel also keeps the largest key of every block of pages. The k best pages lie in the k blocks with the best
 largest keys, the lower block winning ties: a page of any other block is beaten by a page of each of those k. So the second
-kernel looks at the blocks, then only at the keys of k of them; of these it keeps the ones that are no worse than the worst of
-the k blocks, hardly more than k. Thresholds are found two bits a round by counting, and what is chosen is written by a running
-count: it comes out in ascending order without a sort.
+kernel looks at the blocks, then only at the keys of k of them, or of some more, which spares the last bits of a threshold; of
+these it keeps the ones that are no worse than the worst of the blocks, hardly more than k. Thresholds are found two bits a
+round by counting, and what is chosen is written by a running count: it comes out in ascending order without a sort.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from ..common.launch import chained, join_chain
 from ..page_lse.kernel import N_BLOCK, Scan, batch_block, item_layout, item_place
 
 COMBINES = ("mass", "peak", "max")
 TARGET = 528
 """Items of the first kernel: four for every multiprocessor of an H200."""
-BLOCK = 32
-"""Pages of one block. At 65,536 pages and a budget of 128 that leaves 2,048 blocks, then 4,096 keys to look at."""
+BLOCK = 16
+"""Pages of one block. At 65,536 pages and a budget of 128 that leaves 4,096 blocks, then 2,048 to 2,560 keys to look at."""
 KEY_WIDTH = 256
 """Pages that a program of the first kernel takes in one step, a multiple of BLOCK."""
 WIDTH = 2048
-"""Keys that a program of the second kernel counts together; the keys of blocks, which it gathers once, are taken by twice as
-many."""
+"""Keys that a program of the second kernel takes together, a multiple of THREADS; like FEW."""
+THREADS = 256
+"""Of that program."""
 FEW = 512
 """Keys that it takes together once most are out: hardly more than the budget are left."""
 
@@ -61,9 +65,11 @@ def _page_keys(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     PART_BLOCK: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Keys uint32 [B, H, blocks_each, BLOCK] of all pages, 0 behind the last one of a block that has one, and the largest of
     each block [B, H, blocks_each]."""
+    join_chain(NATIVE)
     # Items of whole blocks here; those of the scan, by which the parts are numbered, may end inside one.
     pages, length, count, ends = item_layout(held_ptr, batch, TARGET, NUM_HEADS, B_BLOCK, BLOCK)
     _, _, part_count, part_ends = item_layout(held_ptr, batch, PARTS_TARGET, NUM_HEADS, B_BLOCK, N_BLOCK)
@@ -121,8 +127,17 @@ def _page_keys(
 
 
 @triton.jit
-def _threshold(keys_ptr, count, rank, WIDTH: tl.constexpr):
-    """Which of `count` keys, none of them 0, are the `rank` largest.
+def _reach(keys, threshold, step, one, two, three):
+    """Counts of keys a thread that reach the threshold one, two and three steps on, with these added."""
+    one += (keys >= threshold + step).to(tl.int32)
+    two += (keys >= threshold + step + step).to(tl.int32)
+    three += (keys >= threshold + step + step + step).to(tl.int32)
+    return one, two, three
+
+
+@triton.jit
+def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, THREADS: tl.constexpr):
+    """Which of `count` keys, none of them 0 and fewer than 2^21, are the `rank` largest, or up to `slack` more.
 
     Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most.
     """
@@ -130,28 +145,30 @@ def _threshold(keys_ptr, count, rank, WIDTH: tl.constexpr):
     above = tl.full([], 0, tl.int32)
     tied = count
     shift = tl.where(count > rank, 30, -2)
-    # Most often these are all: they stay in registers.
-    index = tl.arange(0, WIDTH)
-    first = tl.load(keys_ptr + index, mask=index < count, other=0)
+    # Most often these are all: they stay in registers, one a thread in each.
+    index = tl.arange(0, THREADS)
+    first = ()
+    for i in tl.static_range(WIDTH // THREADS):
+        first = first + (tl.load(keys_ptr + i * THREADS + index, mask=i * THREADS + index < count, other=0),)
     while shift >= 0:
         step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
-        one = (first >= threshold + step).to(tl.int32)
-        two = (first >= threshold + step + step).to(tl.int32)
-        three = (first >= threshold + step + step + step).to(tl.int32)
-        for begin in range(WIDTH, count, WIDTH):
-            index = begin + tl.arange(0, WIDTH)
-            keys = tl.load(keys_ptr + index, mask=index < count, other=0)
-            one += (keys >= threshold + step).to(tl.int32)
-            two += (keys >= threshold + step + step).to(tl.int32)
-            three += (keys >= threshold + step + step + step).to(tl.int32)
-        # Joined, the three sums meet between the warps once.
-        reached = tl.sum(tl.join(tl.join(one, two), tl.join(three, tl.zeros([WIDTH], tl.int32))), 0)
-        enough = reached >= rank
-        threshold += step * tl.sum(tl.sum(enough.to(tl.int32), 1), 0).to(tl.uint32)
-        above = tl.maximum(above, tl.max(tl.max(tl.where(enough, 0, reached), 1), 0))
-        exact = tl.max(tl.max((reached == rank).to(tl.int32), 1), 0) > 0
-        tied = tl.where(exact, count, rank - above)
-        shift = tl.where(exact, -2, shift - 2)
+        one = tl.zeros([THREADS], tl.int32)
+        two, three = one, one
+        for i in tl.static_range(WIDTH // THREADS):
+            one, two, three = _reach(first[i], threshold, step, one, two, three)
+        for begin in range(WIDTH, count, THREADS):
+            keys = tl.load(keys_ptr + begin + index, mask=begin + index < count, other=0)
+            one, two, three = _reach(keys, threshold, step, one, two, three)
+        # In one number the three sums meet between the threads once.
+        sums = tl.sum(one.to(tl.int64) | (two.to(tl.int64) << 21) | (three.to(tl.int64) << 42), 0)
+        low, middle, high = (sums & 0x1FFFFF).to(tl.int32), ((sums >> 21) & 0x1FFFFF).to(tl.int32), (sums >> 42).to(tl.int32)
+        steps = (low >= rank).to(tl.int32) + (middle >= rank).to(tl.int32) + (high >= rank).to(tl.int32)
+        threshold += step * steps.to(tl.uint32)
+        reached = tl.where(steps == 3, high, tl.where(steps == 2, middle, low))
+        above = tl.where(steps == 3, above, tl.where(steps == 2, high, tl.where(steps == 1, middle, low)))
+        done = (steps > 0) & (reached <= rank + slack)
+        tied = tl.where(done, count, rank - above)
+        shift = tl.where(done, -2, shift - 2)
     return tl.maximum(threshold, tl.full([], 1, tl.uint32)), tied
 
 
@@ -178,25 +195,18 @@ def _write_pages(
     chosen,
     index_ptr,
     table_ptr,
-    weight_ptr,
-    weight_head,
     head,
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     INDEXED: tl.constexpr,
-    MARKED: tl.constexpr,
 ):
-    """Store logical pages at their places, what FlashInfer reads for them, and that they are no part of the tail."""
+    """Store logical pages at their places, and what FlashInfer reads for them."""
     tl.store(pages + place, logical, mask=chosen)
     if INDEXED:
         physical = tl.load(table_ptr + logical, mask=chosen, other=0)
         tl.store(index_ptr + place, physical * (16 * NUM_HEADS) + head, mask=chosen)
-    if MARKED:
-        for member in tl.static_range(GROUP):
-            tl.store(weight_ptr + member * weight_head + logical, float("-inf"), mask=chosen)
 
 
-@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row", "weight_row", "weight_head"])
+@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row"])
 def _top_pages(
     key_ptr,
     best_ptr,
@@ -208,28 +218,25 @@ def _top_pages(
     count_ptr,
     table_ptr,
     index_ptr,
-    weight_ptr,
     blocks_each,
     blocks_most,
     budget,
     table_row,
-    weight_row,
-    weight_head,
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     INDEXED: tl.constexpr,
-    MARKED: tl.constexpr,
     B_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
     FEW: tl.constexpr,
+    THREADS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last.
 
     Workspaces: the blocks looked at, int32 [B, H, blocks_most]; keys and pages that are left of them, uint32 and int32
     [B, H, blocks_most, BLOCK].
     """
+    join_chain(NATIVE)
     request, head = tl.program_id(0), tl.program_id(1)
     row = (request * NUM_HEADS + head).to(tl.int64)
     held = tl.load(held_ptr + request).to(tl.int32)
@@ -238,7 +245,6 @@ def _top_pages(
         tl.store(count_ptr + request, count)
     pages = pages_ptr + row * budget
     table = table_ptr + request.to(tl.int64) * table_row
-    weights = weight_ptr + request.to(tl.int64) * weight_row + head.to(tl.int64) * GROUP * weight_head
     indices = index_ptr
     if INDEXED:
         before = tl.arange(0, B_BLOCK)
@@ -247,22 +253,21 @@ def _top_pages(
     if held <= budget:
         for begin in range(0, budget, FEW):
             slot = begin + tl.arange(0, FEW)
-            _write_pages(
-                pages, slot, slot, slot < held, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
-            )
+            _write_pages(pages, slot, slot, slot < held, indices, table, head, NUM_HEADS, INDEXED)
             tl.store(pages + slot, -1 + tl.zeros_like(slot), mask=(slot >= held) & (slot < budget))
     else:
         best = best_ptr + row * blocks_each
         near = near_ptr + row * blocks_most
         blocks = (held + BLOCK - 1) // BLOCK
         kept = tl.minimum(blocks, budget)
-        threshold, tied = _threshold(best, blocks, kept, WIDTH)
+        threshold, tied = _threshold(best, blocks, kept, kept // 4, WIDTH, THREADS)
         more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for begin in range(0, blocks, WIDTH):
             block = begin + tl.arange(0, WIDTH)
             keys = tl.load(best + block, mask=block < blocks, other=0)
             chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
             tl.store(near + place, block, mask=chosen)
+        kept = more + tl.minimum(equal, tied)
         # What one thread stored others load.
         tl.debug_barrier()
 
@@ -270,8 +275,8 @@ def _top_pages(
         near_key = near_key_ptr + row * blocks_most * BLOCK
         near_page = near_page_ptr + row * blocks_most * BLOCK
         left = tl.full([], 0, tl.int32)
-        for begin in range(0, kept * BLOCK, WIDE):
-            place = begin + tl.arange(0, WIDE)
+        for begin in range(0, kept * BLOCK, WIDTH):
+            place = begin + tl.arange(0, WIDTH)
             inside = place < kept * BLOCK
             logical = tl.load(near + place // BLOCK, mask=inside, other=0) * BLOCK + place % BLOCK
             keys = tl.load(keys_at + logical, mask=inside, other=0)
@@ -282,7 +287,7 @@ def _top_pages(
             left += tl.sum(chosen.to(tl.int32), 0)
         tl.debug_barrier()
 
-        threshold, tied = _threshold(near_key, left, budget, FEW)
+        threshold, tied = _threshold(near_key, left, budget, 0, FEW, THREADS)
         more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for begin in range(0, left, FEW):
             place = begin + tl.arange(0, FEW)
@@ -290,9 +295,7 @@ def _top_pages(
             keys = tl.load(near_key + place, mask=inside, other=0)
             logical = tl.load(near_page + place, mask=inside, other=0)
             chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
-            _write_pages(
-                pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
-            )
+            _write_pages(pages, place, logical, chosen, indices, table, head, NUM_HEADS, INDEXED)
 
 
 def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
@@ -302,55 +305,45 @@ def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
     return torch.where(torch.isfinite(norm), norm, 0.0)
 
 
-def top_pages(
+@dataclass(frozen=True)
+class PageKeys:
+    """How pages rank: a key for each, uint32 [B, H, blocks, BLOCK], and the largest of each block [B, H, blocks].
+
+    num_pages int32 [B]: pages of each request; keys behind the last block that has one are anything.
+    """
+
+    keys: torch.Tensor
+    best: torch.Tensor
+    num_pages: torch.Tensor
+
+
+def page_keys(
     lse: torch.Tensor,
     scanned: Scan | None,
     num_pages: torch.Tensor,
-    budget_pages: int,
     sink_pages: int,
     recent_pages: int,
     num_kv_heads: int,
     combine: str,
-    *,
-    page_table: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
-    mark: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `select_pages`.
+) -> PageKeys:
+    """Rank all pages; arguments as `select_pages`.
 
     Args:
         lse: fp32 [B, Hq, Nmax], Nmax at least 1, innermost dimension contiguous; past num_pages anything.
         scanned: the scan that wrote `lse`; None to normalise from `lse` itself.
-        page_table: int32 [B, Nmax], logical to physical page, innermost dimension contiguous; only with `indices`.
-        indices: int32, contiguous, at least H * sum(counts) long. What FlashInfer reads, written without gaps: the row of
-            request b and KV head h begins at H * sum(counts[:b]) + h * counts[b] and holds, for its pages in ascending
-            logical order, the row of the cache seen as [slots * H, D] that a page's first token has there:
-            page_table[b, page] * 16 * H + h. Nothing is written behind the last row.
-        mark: set `scanned.weight` to -inf where a page is selected: what is left are the weights of the tail.
     """
-    assert scanned is not None or not mark
-    num_pages = num_pages.contiguous()
     batch, query_heads, n_max = lse.shape
-    group, device = query_heads // num_kv_heads, lse.device
+    group, blocks = query_heads // num_kv_heads, triton.cdiv(n_max, BLOCK)
     peak, total = (normaliser(lse, combine),) * 2 if scanned is None else (scanned.peak, scanned.total)
-    blocks = triton.cdiv(n_max, BLOCK)
-    most = min(blocks, budget_pages)
-    b_block = batch_block(batch)
-
-    def rows(*tail: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(batch, num_kv_heads, *tail, dtype=dtype, device=device)
-
-    keys, best = rows(blocks, BLOCK, dtype=torch.uint32), rows(blocks, dtype=torch.uint32)
-    near, near_page = rows(most, dtype=torch.int32), rows(most, BLOCK, dtype=torch.int32)
-    near_key = rows(most, BLOCK, dtype=torch.uint32)
-    pages, counts = rows(budget_pages, dtype=torch.int32), torch.empty(batch, dtype=torch.int32, device=device)
+    keys = torch.empty(batch, num_kv_heads, blocks, BLOCK, dtype=torch.uint32, device=lse.device)
+    made = PageKeys(keys, torch.empty(keys.shape[:3], dtype=torch.uint32, device=lse.device), num_pages.contiguous())
     _page_keys[(TARGET,)](
         lse,
         peak,
         total,
-        num_pages,
-        keys,
-        best,
+        made.num_pages,
+        made.keys,
+        made.best,
         batch,
         lse.stride(0),
         lse.stride(1),
@@ -363,43 +356,68 @@ def top_pages(
         COMBINE=COMBINES.index(combine),
         PARTS=scanned is not None,
         PARTS_TARGET=1 if scanned is None else scanned.target,
-        B_BLOCK=b_block,
+        B_BLOCK=batch_block(batch),
         N_BLOCK=N_BLOCK,
         TARGET=TARGET,
         BLOCK=BLOCK,
         WIDTH=KEY_WIDTH,
         PART_BLOCK=4096 // triton.next_power_of_2(group),
+        **chained(),
         num_warps=4,
     )
+    return made
+
+
+def top_pages(
+    ranked: PageKeys,
+    budget_pages: int,
+    *,
+    page_table: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best pages, as `select_pages` returns them.
+
+    Args:
+        page_table: int32 [B, Nmax], logical to physical page, innermost dimension contiguous; only with `indices`.
+        indices: int32, contiguous, at least H * sum(counts) long. What FlashInfer reads, written without gaps: the row of
+            request b and KV head h begins at H * sum(counts[:b]) + h * counts[b] and holds, for its pages in ascending
+            logical order, the row of the cache seen as [slots * H, D] that a page's first token has there:
+            page_table[b, page] * 16 * H + h. Nothing is written behind the last row.
+    """
+    batch, heads, blocks, _ = ranked.keys.shape
+    most = min(blocks, budget_pages + budget_pages // 4)
+
+    def rows(*tail: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(batch, heads, *tail, dtype=dtype, device=ranked.keys.device)
+
+    near, near_page = rows(most, dtype=torch.int32), rows(most, BLOCK, dtype=torch.int32)
+    near_key = rows(most, BLOCK, dtype=torch.uint32)
+    pages, counts = rows(budget_pages, dtype=torch.int32), torch.empty(batch, dtype=torch.int32, device=near.device)
     indexed = indices is not None and page_table is not None
-    weight = scanned.weight if scanned is not None and mark else lse
-    _top_pages[(batch, num_kv_heads)](
-        keys,
-        best,
+    _top_pages[(batch, heads)](
+        ranked.keys,
+        ranked.best,
         near,
         near_key,
         near_page,
-        num_pages,
+        ranked.num_pages,
         pages,
         counts,
         page_table if indexed else pages,
         indices if indexed else pages,
-        weight,
         blocks,
         most,
         budget_pages,
         page_table.stride(0) if page_table is not None else 0,
-        weight.stride(0),
-        weight.stride(1),
-        NUM_HEADS=num_kv_heads,
-        GROUP=group,
+        NUM_HEADS=heads,
         INDEXED=indexed,
-        MARKED=mark,
-        B_BLOCK=b_block,
+        B_BLOCK=batch_block(batch),
         BLOCK=BLOCK,
         WIDTH=WIDTH,
-        WIDE=2 * WIDTH,
         FEW=FEW,
-        num_warps=8,
+        THREADS=THREADS,
+        **chained(),
+        num_warps=THREADS // 32,
+        maxnreg=min(255, 65536 // THREADS),  # one program a (request, KV head) leaves room for it
     )
     return pages, counts

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ..common.device import soft_cap
+from ..common.launch import chained, join_chain
 
 T_BLOCK = 32
 """Tokens that a program takes in one step."""
@@ -46,8 +47,10 @@ def _attend_pages(
     CAPPED: tl.constexpr,
     T_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """One program a (request, KV head, split): log-sum-exp peak and sum, and the unnormalised output of its pages."""
+    join_chain(NATIVE)
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = request.to(tl.int64)
     group = tl.arange(0, G_BLOCK)
@@ -173,6 +176,7 @@ def attend_parts(
         CAPPED=logit_cap > 0.0,
         T_BLOCK=T_BLOCK,
         SPLITS=splits,
+        **chained(),
         num_warps=4,
         num_stages=2,
     )
