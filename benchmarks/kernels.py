@@ -281,27 +281,25 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
     settings = (scores.lse, scores, held, 1, 1, heads, "mass")
     indices = torch.empty(rows * kept + budget, dtype=torch.int32, device="cuda")
     tailed = tail != "off"
-    chosen, counts = top_pages(page_keys(*settings), budget)
+    weight = scores.weight if tailed else None
+    chosen, counts = top_pages(page_keys(*settings), budget, weight=weight)
     if wanted("select"):
         moved = 4 * summaries * group + 8 * rows * kept
-        into = {"page_table": table, "indices": indices}
+        into = {"page_table": table, "indices": indices, "weight": weight}
         yield Operation("select", lambda: top_pages(page_keys(*settings), budget, **into), moved)
         yield from _yardsticks(scores.lse.view(rows, group, each).sum(1), kept)
     parts = attend_parts(q, k, v, table, chosen, counts, lens, scale, logit_cap=0.0)
     if wanted("attend"):
         moved = rows * kept * 2 * PAGE_SIZE * 2 * dim
         yield Operation("attend", lambda: attend_parts(q, k, v, table, chosen, counts, lens, scale, logit_cap=0.0), moved)
-    estimates = None
-    if tailed:
-        listed = sum_tail(scores.weight, s, table, counts, q.dtype, listed=chosen)
-        estimates = sum_tail(scores.weight, s, table, held, q.dtype), listed
-    if wanted("tail") and estimates is not None:
-        moved = summaries * (dim + 2 + 4 + 4 * group) + 4 * estimates[0].value.numel()
+    estimate = sum_tail(scores.weight, s, table, held, q.dtype) if tailed else None
+    if wanted("tail") and estimate is not None:
+        moved = summaries * (dim + 2 + 4 + 4 * group) + 4 * estimate.value.numel()
         yield Operation("tail", lambda: sum_tail(scores.weight, s, table, held, q.dtype), moved)
     if wanted("merge"):
         out = torch.empty_like(q)
-        moved = parts.out.numel() * 4 + out.numel() * 2 + sum(4 * estimate.value.numel() for estimate in estimates or ())
-        yield Operation("merge", lambda: merge_parts(parts, out, 1.0, estimates), moved)
+        moved = parts.out.numel() * 4 + out.numel() * 2 + (0 if estimate is None else 4 * estimate.value.numel())
+        yield Operation("merge", lambda: merge_parts(parts, out, 1.0, estimate), moved)
 
 
 def _yardsticks(scores: Any, kept: int) -> Iterator[Operation]:

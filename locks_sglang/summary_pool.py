@@ -6,6 +6,7 @@ That is why a prefix hit, a node split, a freed duplicate or an eviction needs n
 
 import torch
 
+from .audit import Audit
 from .config import LocksConfig
 from .counters import Counters
 from .kernels.build_page_summaries import PageFactors, PageSummaries, RecordLayout, build, pack, page_factors, unpack
@@ -41,6 +42,7 @@ class SummaryPool:
             started with the page in their cached prefix since then.
         counters: what the backends on this pool did.
         flags: `valid`, `builds`, `reuses` and the counter of invalid pages, as a decode step's plan takes them.
+        last_audit: what the last audit found; None before there was one.
     """
 
     def __init__(self, kv_pool: object, config: LocksConfig) -> None:
@@ -63,6 +65,7 @@ class SummaryPool:
         self.counters = Counters(invalid_pages=invalid)
         self.flags = PageFlags(self.valid, self.builds, self.reuses, invalid)
         self._centred = [False] * self.num_layers
+        self.last_audit: Audit | None = None
         self._dirty: set[int] = set()
         self._late: list[torch.Tensor] = []
         self._layers = [
@@ -155,6 +158,10 @@ class SummaryPool:
         """
         self._late.append(filled.clone())
         filled.fill_(-1)
+
+    def pending(self) -> set[int]:
+        """Physical pages that `catch_up` is going to build. Waits for the device."""
+        return self._dirty | {page for filled in self._late for page in filled.tolist() if page >= 0}
 
     def catch_up(self) -> None:
         """Build what earlier steps left, and rebuild what `mark_dirty` named. Runs before a step's plan, on its stream."""

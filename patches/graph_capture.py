@@ -30,9 +30,12 @@ def capture_both(
     if not getattr(backend, "dense_graphs", False):
         return original(graph_runner, size, forward, stream_idx, variant_label, *args, **kwargs)
     # The sparse graph needs more memory; the later one finds its own in the pool of both, as SGLang's smaller sizes do.
-    for label in (SPARSE, DENSE):
-        backend.captures_dense = label == DENSE
-        original(graph_runner, size, forward, stream_idx, label, *args, **kwargs)
+    try:
+        for label in (SPARSE, DENSE):
+            backend.captures_dense = label == DENSE
+            original(graph_runner, size, forward, stream_idx, label, *args, **kwargs)
+    finally:
+        backend.captures_dense = False
     return None
 
 

@@ -1,9 +1,15 @@
-"""Configuration and counters in `/server_info`, under `internal_states[i].locks`."""
+"""Configuration, counters and the last audit in `/server_info`, under `internal_states[i].locks`; and the request for an audit,
+which comes in by `/set_internal_state` and so needs the admin key where the server has one."""
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from typing import Any
 
+from ..audit import REQUEST, as_state, audit
 from ..seams import Seam
+
+logger = logging.getLogger(__name__)
 
 
 def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -20,7 +26,35 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         "summary_bytes": summaries.record.numel(),
         "layers": summaries.num_layers,
         "counters": summaries.counters.snapshot(),
+        "audit": as_state(summaries.last_audit),
     }
+
+
+def audit_on_request(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around a change of a scheduler's state."""
+    from ..summary_pool import SummaryPool
+
+    kvcache = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    if REQUEST not in recv_req.server_args or SummaryPool.attached(kvcache) is None:
+        return original(scheduler, recv_req)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    try:
+        found = audit(scheduler, int(recv_req.server_args[REQUEST]))
+    except RuntimeError as error:
+        logger.error("locks: the summaries could not be audited: %s", error)
+        return SetInternalStateReqOutput(updated=False)
+    level = logging.ERROR if found.mismatched else logging.INFO
+    logger.log(
+        level,
+        "locks: audit of %d of %d pages in %.1f s: %d summaries do not fit (rebuilt before they are used), %d are missing",
+        found.looked_at,
+        found.pages,
+        found.seconds,
+        found.mismatched,
+        found.unsummarised,
+    )
+    return SetInternalStateReqOutput(updated=True)
 
 
 SEAMS: tuple[Seam, ...] = (
@@ -28,6 +62,12 @@ SEAMS: tuple[Seam, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         "after",
         add_state,
-        "adds configuration and counters to /server_info",
+        "adds configuration, counters and the last audit to /server_info",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
+        "around",
+        audit_on_request,
+        "lets /set_internal_state ask for an audit of the summaries",
     ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from locks_sglang import radix
+from locks_sglang.audit import audit, table_row
 from locks_sglang.inprocess import InProcessServer, Request
 
 PAGE = 16
@@ -269,6 +270,67 @@ def abort_keeps_summaries(server: InProcessServer) -> None:
         (again,) = server.generate([prompt], 8)
         assert again.output_ids == undisturbed.output_ids
         assert_summaries_are_fresh(server)
+
+
+def audit_finds_what_does_not_fit(server: InProcessServer) -> None:
+    """The record of another page in one layer: the audit names it; the next request gets a rebuilt one and the same answer."""
+    server.flush_cache()
+    prompt = text_tokens(server, 600, skip=500)
+    (undisturbed,) = server.generate([prompt], 40)
+    summaries, owned = server.backend.summaries, radix.owned_pages(server.tree).tolist()
+    clean = audit(server.scheduler)
+    assert (clean.pages, clean.looked_at, clean.mismatched, clean.unsummarised) == (len(owned), len(owned), 0, 0)
+    assert audit(server.scheduler, 7).looked_at == 7
+
+    page, other = owned[5], owned[9]
+    summaries.record[3, page] = summaries.record[3, other]
+    broken = audit(server.scheduler)
+    (mismatch,) = broken.mismatches
+    assert (broken.mismatched, mismatch.rank, mismatch.layer, mismatch.page) == (1, 0, summaries.first_layer + 3, page)
+    nodes = {f"node {number}": node for number, node in enumerate(radix.walk(server.tree))}
+    node = nodes[mismatch.owner]
+    assert node.pages.tolist()[(mismatch.position - node.start) // PAGE] == page
+    assert server.backend.summaries.last_audit == broken
+
+    before = counters(server)
+    (again,) = server.generate([prompt], 40)
+    after = counters(server)
+    assert again.output_ids == undisturbed.output_ids
+    assert after["summaries_rebuilt"] - before["summaries_rebuilt"] == 1
+    assert after["summaries_mismatched"] == before["summaries_mismatched"] >= 1
+    assert audit(server.scheduler).mismatched == 0
+    assert_summaries_are_fresh(server)
+
+
+def audit_covers_running_requests(server: InProcessServer) -> None:
+    """Between any two steps all summaries fit; a page that only a decoding request owns is looked at too."""
+    server.flush_cache()
+    prompt = text_tokens(server, 1100, skip=900)
+    summaries, audits = server.backend.summaries, []
+
+    def audited() -> Iterator[None]:
+        request = server.submit(prompt, 60)
+        broken = False
+        while not request.finished:
+            yield
+            audits.append(audit(server.scheduler))
+            if broken or len(request.output_ids) < 40:
+                assert audits[-1].mismatched == 0
+                assert audits[-1].unsummarised == 0
+                continue
+            # The first page that decoding filled belongs to nobody else yet.
+            index = len(prompt) // PAGE + 1
+            slot = int(server.scheduler.req_to_token_pool.req_to_token[table_row(request.req), index * PAGE])
+            summaries.record[0, slot // PAGE] ^= 255
+            (mismatch,) = audit(server.scheduler).mismatches
+            assert mismatch.page == slot // PAGE
+            assert (mismatch.owner, mismatch.position) == (f"request {request.rid}", index * PAGE)
+            broken = True
+        assert broken
+
+    server.run(audited())
+    assert max(found.pages for found in audits) == (len(prompt) + 59) // PAGE
+    assert_summaries_are_fresh(server)
 
 
 def retraction_keeps_summaries(server: InProcessServer) -> None:

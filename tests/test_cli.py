@@ -1,5 +1,6 @@
 """The `locks-sglang` command: its subcommands, and SGLang's benchmark modules through `run`."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +38,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"locks-sglang {__version__}"
 
 
-@pytest.mark.parametrize("command", ["bench", "doctor", "run"])
+@pytest.mark.parametrize("command", ["audit", "bench", "doctor", "run"])
 def test_options_after_a_command_are_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: locks-sglang {command}")
+
+
+def test_audit_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert main(["audit", url]) == 2
+    assert f"{url}/server_info gave no answer" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", url, "--pages", "-1"])
+    assert ended.value.code == 2
+    assert "--pages must be 0 (all) or more, got -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -49,6 +49,14 @@ def test_abort_keeps_summaries(sparse: Worker) -> None:
     sparse.call(scenarios.abort_keeps_summaries)
 
 
+def test_audit_finds_what_does_not_fit(sparse: Worker) -> None:
+    sparse.call(scenarios.audit_finds_what_does_not_fit)
+
+
+def test_audit_covers_running_requests(sparse: Worker) -> None:
+    sparse.call(scenarios.audit_covers_running_requests)
+
+
 def test_retraction_keeps_summaries(sparse: Worker) -> None:
     sparse.call(scenarios.retraction_keeps_summaries)
 

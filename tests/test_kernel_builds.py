@@ -123,24 +123,11 @@ def launch_step(
     q, cache = torch.zeros(batch, heads * group, dim, dtype=dtype), torch.zeros(32, heads, dim, dtype=dtype)
     table, held = torch.zeros(batch, 160, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
     scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=cap, tail=tail)
-    pages, counts = select.top_pages(select.page_keys(scores.lse, scores, held, 1, 1, heads, combine), 128)
+    ranked, tailed = select.page_keys(scores.lse, scores, held, 1, 1, heads, combine), tail != "off"
+    pages, counts = select.top_pages(ranked, 128, weight=scores.weight if tailed else None)
     attended = attend.attend_parts(q, cache, cache, table, pages, counts, held.long(), 0.1, logit_cap=cap)
-    sums = tail_sums(scores.weight, s, table, held, pages, counts, dtype) if tail != "off" else None
-    merge.merge_parts(attended, torch.zeros_like(q), 1.0, sums)
-
-
-def tail_sums(
-    weight: torch.Tensor,
-    s: PageSummaries,
-    table: torch.Tensor,
-    held: torch.Tensor,
-    pages: torch.Tensor,
-    counts: torch.Tensor,
-    dtype: torch.dtype,
-) -> tuple[tail_sum.TailParts, tail_sum.TailParts]:
-    """Over all pages, and over the selected ones."""
-    listed = tail_sum.sum_tail(weight, s, table, counts, dtype, listed=pages)
-    return tail_sum.sum_tail(weight, s, table, held, dtype), listed
+    estimate = tail_sum.sum_tail(scores.weight, s, table, held, dtype) if tailed else None
+    merge.merge_parts(attended, torch.zeros_like(q), 1.0, estimate)
 
 
 def launch_select(group: int, budget: int, combine: str) -> None:
@@ -168,8 +155,7 @@ def launch_merge(dim: int, group: int, tail: str) -> None:
     table, held = torch.zeros(8, 160, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
     scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=0.0, tail=tail)
     parts = attend.Parts(torch.zeros(8, heads, 1, group), None, q.view(8, heads, 1, group, dim), 1)
-    pages = torch.zeros(8, heads, 128, dtype=torch.int32)
-    merge.merge_parts(parts, torch.zeros_like(q), 1.0, tail_sums(scores.weight, s, table, held, pages, held, q.dtype))
+    merge.merge_parts(parts, torch.zeros_like(q), 1.0, tail_sum.sum_tail(scores.weight, s, table, held, q.dtype))
 
 
 VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
@@ -214,7 +200,7 @@ def test_no_register_spills(
     for name, recorder in recorders.items():
         for args, kwargs in recorder.calls:
             made = compiled(recorder.kernel, args, kwargs)
-            found[name + " listed" * kwargs.get("LISTED", False)] = resources(made.asm["ptx"], tmp_path)
+            found[name] = resources(made.asm["ptx"], tmp_path)
             if kwargs.get("launch_pdl"):
                 # In the order of the text: nothing is read or written before the kernels before have ended.
                 touched = GLOBAL.search(made.asm["ptx"])
@@ -228,6 +214,6 @@ def test_no_register_spills(
                 assert made.asm["ptx"].count("mma.sync") == 44
     with capsys.disabled():
         print(f"\n{variant}: " + ", ".join(f"{name} {registers}" for name, (registers, _) in found.items()), file=sys.stderr)
-    tailed = 2 * ("off" not in arguments)
-    assert len(found) == {launch_build: 1, launch_select: 2, launch_plan: 1, launch_merge: 4, launch_step: 5 + tailed}[launch]
+    tailed = "off" not in arguments
+    assert len(found) == {launch_build: 1, launch_select: 2, launch_plan: 1, launch_merge: 3, launch_step: 5 + tailed}[launch]
     assert {name: spilled for name, (_, spilled) in found.items() if spilled} == {}

@@ -411,16 +411,11 @@ def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype", "listed"),
-    cover(
-        dim=(64, 96, 128, 256),
-        group=(1, 3, 8, 16),
-        dtype=[torch.float32] + [torch.bfloat16] * (DEVICE == "cuda"),
-        listed=(False, True),
-    ),
+    ("dim", "group", "dtype"),
+    cover(dim=(64, 96, 128, 256), group=(1, 3, 8, 16), dtype=[torch.float32] + [torch.bfloat16] * (DEVICE == "cuda")),
 )
-def test_tail_sums(dim: int, group: int, dtype: torch.dtype, listed: bool) -> None:
-    """Weights and weighed value means of all pages, or of those in a list, item by item."""
+def test_tail_sums(dim: int, group: int, dtype: torch.dtype) -> None:
+    """Weights and weighed value means of the pages that are left, item by item; nothing of those that were read or are none."""
     gen = generator(dim + group)
     kv = make_paged("rope", LENGTHS, 2, dim, gen)
     s = quantised(kv, 2)
@@ -431,30 +426,19 @@ def test_tail_sums(dim: int, group: int, dtype: torch.dtype, listed: bool) -> No
     for request, length in enumerate(LENGTHS):
         weight[request, :, length // PAGE : -(-length // PAGE)] = -torch.inf
     weight = torch.where(torch.arange(weight.shape[2]) < kv.num_pages.cpu()[:, None, None], weight, torch.nan).to(DEVICE)
-    counts, places = kv.num_pages, None
-    if listed:
-        # Every other page, in an order of its own for each head; behind them what must not be read.
-        counts = (kv.num_pages + 1) // 2
-        places = torch.full((len(LENGTHS), 2, kv.page_table.shape[1]), -1, dtype=torch.int32)
-        for request, pages in enumerate(kv.num_pages.tolist()):
-            for head in range(2):
-                order = 2 * torch.randperm(-(-pages // 2), generator=gen)
-                places[request, head, : len(order)] = order
-        places = places.to(DEVICE)
-    got = sum_tail(weight, s, kv.page_table, counts, dtype, listed=places)
+    got = sum_tail(weight, s, kv.page_table, kv.num_pages, dtype)
     # The longest request is the last one: its items lie behind those of all others, those of its first head together.
-    share = -(-int(counts.sum()) * 2 // tail_kernel.TARGET)
+    share = -(-int(kv.num_pages.sum()) * 2 // tail_kernel.TARGET)
     length = -(-share // tail_kernel.N_BLOCK) * tail_kernel.N_BLOCK
-    items = [-(-int(n) // length) for n in counts]
+    items = [-(-int(n) // length) for n in kv.num_pages]
     assert items[-1] > 1
     values = factors_of(s).value_mean
     assert values is not None
     for head in range(2):
-        whole = np.arange(int(counts[-1])) if places is None else places[-1, head, : int(counts[-1])].cpu().numpy()
         for number in range(items[-1]):
             item = 2 * sum(items[:-1]) + head * items[-1] + number
-            pages = whole[number * length : (number + 1) * length]
-            logs = f64(weight)[-1, head * group : (head + 1) * group][:, pages]
+            pages = slice(number * length, min((number + 1) * length, int(kv.num_pages[-1])))
+            logs = f64(weight)[-1, head * group : (head + 1) * group, pages]
             peak = logs.max(1)
             assert_close(got.peak[item], peak)
             shares = np.exp(logs - peak[:, None])
@@ -518,6 +502,28 @@ def test_step(tail: str, combine: str, budget: int, dtype: torch.dtype) -> None:
     slack = 4 * truth.ROUNDOFF[dtype] if dtype != torch.float32 else 0.0
     slack = (slack + tail_error(fixed, tail)) * float(kv.v_cache.nan_to_num().abs().max())
     assert_close(got.out, out, size=output_size(size, kv.v_cache), extra=slack)
+
+
+@pytest.mark.parametrize("excess", [10.0, 40.0])
+def test_estimates_far_above_what_pages_weigh(excess: float) -> None:
+    """Summaries of other keys, whose estimates are `excess` nats too high, on pages that are read: no trace in the output."""
+    gen = generator(16)
+    kv = make_paged("random", [320], 1, 64, gen)
+    q = queries(kv, 1, gen)
+    high = kv.k_cache.clone()
+    for page in (4, 9, 13):
+        first = int(kv.page_table[0, page]) * PAGE
+        high[first : first + PAGE] += excess * q[:, :1] / q.square().sum() / 0.125
+    s = quantised(kv._replace(k_cache=high), 8)
+    got = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, LocksConfig(budget_tokens=96))
+    chosen = listed_pages(got.pages, got.counts)
+    assert {4, 9, 13} <= set(chosen[0][0])
+    want = truth.page_scores(factors_of(s), q, kv.page_table, kv.num_pages, 0.125, seq_lens=kv.seq_lens)
+    out, lse = truth.attention(q, kv.k_cache, kv.v_cache, kv.page_table, chosen, kv.seq_lens, 0.125)
+    out = truth.merge_tail(out, lse, chosen, want.log_weight["qmu"], factors_of(s), kv.page_table)
+    slack = tail_error(fixed_point_error(q, high, 0.125), "qmu") * float(kv.v_cache.nan_to_num().abs().max())
+    assert slack < 0.02
+    assert_close(got.out, out, size=output_size(logit_size(q, high, 0.125), kv.v_cache), extra=slack)
 
 
 @pytest.mark.parametrize("tail", ["off", "qmu"])

@@ -13,12 +13,15 @@ from typing import Any
 import openai
 import pytest
 
+from locks_sglang.audit import KEY_VARIABLE
+from locks_sglang.cli import main as audit
 from locks_sglang.demo import ask
 from locks_sglang.serving import serving
 
 pytestmark = pytest.mark.server
 
 COMMON = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "locks", "--max-total-tokens", "8192"]
+ADMIN_KEY = "of the tests"
 LAUNCHERS = {
     "launch_server": [sys.executable, "-m", "sglang.launch_server", "--model-path"],
     "sglang serve": [str(Path(sys.executable).with_name("sglang")), "serve", "--model-path"],
@@ -49,10 +52,30 @@ def check_what_the_judge_asks(client: openai.OpenAI, messages: list[dict[str, st
     assert beyond.tokens == [*short.tokens, "<|im_end|>"]
 
 
+def check_audit(url: str, stored: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`locks-sglang audit`: refused without the admin key, and all that the chats left, at least so many tokens, fits."""
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert audit(["audit", url]) == 2
+    assert "/set_internal_state answered 401" in (said := capsys.readouterr().err)
+    assert KEY_VARIABLE in said
+    monkeypatch.setenv(KEY_VARIABLE, ADMIN_KEY)
+    assert audit(["audit", url + "/", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["looked_at"] == told["pages"] >= stored // 16
+    assert told["mismatched"] == told["unsummarised"] == 0
+    assert audit(["audit", url, "--pages", "10"]) == 0
+    assert f"10 of {told['pages']} pages looked at" in capsys.readouterr().out
+    counters = server_info(url)["internal_states"][0]["locks"]["counters"]
+    assert (counters["audits"], counters["summaries_mismatched"]) == (2, 0)
+
+
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
-def test_launchers_serve_multi_turn_chat(launcher: str, model_path: str, tmp_path: Path) -> None:
+def test_launchers_serve_multi_turn_chat(
+    launcher: str, model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two streamed turns over one document: the second finds the first in the cache and builds no summary for it."""
     command = [*LAUNCHERS[launcher], model_path, *COMMON, "--locks-budget-tokens", "512", "--enable-cache-report"]
+    command += ["--admin-api-key", ADMIN_KEY]
     log = tmp_path / "server.log"
     with serving(command, log, {**os.environ, "HF_HUB_OFFLINE": "1"}, lambda phase: None) as url:
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=300)
@@ -90,6 +113,7 @@ def test_launchers_serve_multi_turn_chat(launcher: str, model_path: str, tmp_pat
         assert usages[1][1] >= usages[0][0] // 16 * 16
         if launcher == "launch_server":
             check_what_the_judge_asks(client, messages[:1])
+            check_audit(url, usages[1][0], capsys, monkeypatch)
         info = server_info(url)
         assert info["internal_states"][0]["locks"]["counters"]["pages_read"] > 0
     text = log.read_text()

@@ -14,9 +14,9 @@ from .reference import DecodeStep
 
 
 @cache
-def _side_streams(device: torch.device) -> tuple[SideStream, SideStream]:
-    """For what all pages weigh, beside the selection, and for what the selected ones do, beside the attention."""
-    return SideStream(device), SideStream(device)
+def _side_stream(device: torch.device, beside: int) -> SideStream:
+    """For the sums of the tail; one for every stream that it runs beside, since memory is given back in the order of that."""
+    return SideStream(device)
 
 
 def step_on_kernels(
@@ -40,7 +40,8 @@ def step_on_kernels(
     num_pages: torch.Tensor | None,
     attend: FlashInferDecode | None,
 ) -> DecodeStep:
-    """As `reference.step`, on packed summaries; the output is in q's dtype. Scores past a request's pages hold anything.
+    """As `reference.step`, on packed summaries; the output is in q's dtype. Scores past a request's pages hold anything, and
+    tail weights of the selected pages are -inf.
 
     num_pages int32 [B] is worked out where it is not given. `attend`, planned for these rows, attends instead of the Triton
     kernel.
@@ -59,26 +60,24 @@ def step_on_kernels(
         tail=tail_correction,
         newest_unbuilt=newest_unbuilt,
     )
-    tailed = tail_correction != "off"
-    of_all, of_selected = _side_streams(q.device)
-    if tailed:
-        with of_all.beside():
-            all_weigh = sum_tail(scores.weight, s, page_table, num_pages, q.dtype)
     ranked = page_keys(scores.lse, scores, num_pages, sink_pages, recent_pages, s.num_kv_heads, combine)
+    tailed = tail_correction != "off"
     indexed = {} if attend is None else {"page_table": page_table, "indices": attend.indices}
-    pages, counts = top_pages(ranked, budget_pages, **indexed)
+    pages, counts = top_pages(ranked, budget_pages, weight=scores.weight if tailed else None, **indexed)
+    side = _side_stream(q.device, torch.cuda.current_stream(q.device).stream_id if q.is_cuda else 0)
+    tail = None
     if tailed:
-        with of_selected.beside():
-            selected_weigh = sum_tail(scores.weight, s, page_table, counts, q.dtype, listed=pages)
-    if attend is None:
-        attended = attend_parts(
-            q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale, logit_cap=logit_cap
-        )
-    else:
-        attended = attend.run(q, k_cache, v_cache, sm_scale * k_scale)
-    out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
-    if tailed:
-        of_all.join()
-        of_selected.join()
-    merge_parts(attended, out, v_scale, (all_weigh, selected_weigh) if tailed else None)
+        with side.beside():
+            tail = sum_tail(scores.weight, s, page_table, num_pages, q.dtype)
+    try:
+        if attend is None:
+            read = (q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale)
+            attended = attend_parts(*read, logit_cap=logit_cap)
+        else:
+            attended = attend.run(q, k_cache, v_cache, sm_scale * k_scale)
+        out = torch.empty(*q.shape[:2], v_cache.shape[2], dtype=q.dtype, device=q.device)
+    finally:
+        if tailed:
+            side.join()
+    merge_parts(attended, out, v_scale, tail)
     return DecodeStep(out, pages, counts, PageScores(scores.lse, scores.weight if tailed else None, None))

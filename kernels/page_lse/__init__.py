@@ -35,7 +35,7 @@ def page_lse(
 
     Returns:
         fp32 [B, Hq, Nmax], natural log. -inf past num_pages; +inf where there is no estimate and the page must be
-        attended: the partial page seq_len // P when seq_len % P != 0, and pages that are not valid.
+        attended: every listed page from seq_len // P on, which is the partial one, and pages that are not valid.
 
     Raises:
         ArgumentError: a shape, dtype or device outside the above.

@@ -195,18 +195,25 @@ def _write_pages(
     chosen,
     index_ptr,
     table_ptr,
+    weight_ptr,
+    weight_head,
     head,
     NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     INDEXED: tl.constexpr,
+    MARKED: tl.constexpr,
 ):
-    """Store logical pages at their places, and what FlashInfer reads for them."""
+    """Store logical pages at their places, what FlashInfer reads for them, and that they are no part of the tail."""
     tl.store(pages + place, logical, mask=chosen)
     if INDEXED:
         physical = tl.load(table_ptr + logical, mask=chosen, other=0)
         tl.store(index_ptr + place, physical * (16 * NUM_HEADS) + head, mask=chosen)
+    if MARKED:
+        for member in tl.static_range(GROUP):
+            tl.store(weight_ptr + member * weight_head + logical, float("-inf"), mask=chosen)
 
 
-@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row"])
+@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row", "weight_row", "weight_head"])
 def _top_pages(
     key_ptr,
     best_ptr,
@@ -218,12 +225,17 @@ def _top_pages(
     count_ptr,
     table_ptr,
     index_ptr,
+    weight_ptr,
     blocks_each,
     blocks_most,
     budget,
     table_row,
+    weight_row,
+    weight_head,
     NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     INDEXED: tl.constexpr,
+    MARKED: tl.constexpr,
     B_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -245,6 +257,7 @@ def _top_pages(
         tl.store(count_ptr + request, count)
     pages = pages_ptr + row * budget
     table = table_ptr + request.to(tl.int64) * table_row
+    weights = weight_ptr + request.to(tl.int64) * weight_row + head.to(tl.int64) * GROUP * weight_head
     indices = index_ptr
     if INDEXED:
         before = tl.arange(0, B_BLOCK)
@@ -253,7 +266,9 @@ def _top_pages(
     if held <= budget:
         for begin in range(0, budget, FEW):
             slot = begin + tl.arange(0, FEW)
-            _write_pages(pages, slot, slot, slot < held, indices, table, head, NUM_HEADS, INDEXED)
+            _write_pages(
+                pages, slot, slot, slot < held, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
+            )
             tl.store(pages + slot, -1 + tl.zeros_like(slot), mask=(slot >= held) & (slot < budget))
     else:
         best = best_ptr + row * blocks_each
@@ -295,7 +310,9 @@ def _top_pages(
             keys = tl.load(near_key + place, mask=inside, other=0)
             logical = tl.load(near_page + place, mask=inside, other=0)
             chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
-            _write_pages(pages, place, logical, chosen, indices, table, head, NUM_HEADS, INDEXED)
+            _write_pages(
+                pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
+            )
 
 
 def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
@@ -309,12 +326,14 @@ def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
 class PageKeys:
     """How pages rank: a key for each, uint32 [B, H, blocks, BLOCK], and the largest of each block [B, H, blocks].
 
-    num_pages int32 [B]: pages of each request; keys behind the last block that has one are anything.
+    num_pages int32 [B]: pages of each request; keys behind the last block that has one are anything. group: query heads a KV
+    head.
     """
 
     keys: torch.Tensor
     best: torch.Tensor
     num_pages: torch.Tensor
+    group: int
 
 
 def page_keys(
@@ -336,7 +355,8 @@ def page_keys(
     group, blocks = query_heads // num_kv_heads, triton.cdiv(n_max, BLOCK)
     peak, total = (normaliser(lse, combine),) * 2 if scanned is None else (scanned.peak, scanned.total)
     keys = torch.empty(batch, num_kv_heads, blocks, BLOCK, dtype=torch.uint32, device=lse.device)
-    made = PageKeys(keys, torch.empty(keys.shape[:3], dtype=torch.uint32, device=lse.device), num_pages.contiguous())
+    best = torch.empty(keys.shape[:3], dtype=torch.uint32, device=lse.device)
+    made = PageKeys(keys, best, num_pages.contiguous(), group)
     _page_keys[(TARGET,)](
         lse,
         peak,
@@ -374,6 +394,7 @@ def top_pages(
     *,
     page_table: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best pages, as `select_pages` returns them.
 
@@ -383,6 +404,8 @@ def top_pages(
             request b and KV head h begins at H * sum(counts[:b]) + h * counts[b] and holds, for its pages in ascending
             logical order, the row of the cache seen as [slots * H, D] that a page's first token has there:
             page_table[b, page] * 16 * H + h. Nothing is written behind the last row.
+        weight: fp32 [B, Hq, Nmax], innermost dimension contiguous; set to -inf where a page is selected, so that weights of the
+            tail are left.
     """
     batch, heads, blocks, _ = ranked.keys.shape
     most = min(blocks, budget_pages + budget_pages // 4)
@@ -405,12 +428,17 @@ def top_pages(
         counts,
         page_table if indexed else pages,
         indices if indexed else pages,
+        pages if weight is None else weight,
         blocks,
         most,
         budget_pages,
         page_table.stride(0) if page_table is not None else 0,
+        0 if weight is None else weight.stride(0),
+        0 if weight is None else weight.stride(1),
         NUM_HEADS=heads,
+        GROUP=ranked.group,
         INDEXED=indexed,
+        MARKED=weight is not None,
         B_BLOCK=batch_block(batch),
         BLOCK=BLOCK,
         WIDTH=WIDTH,

@@ -1,9 +1,4 @@
-"""Triton sum of the tail: what pages add to an output by their estimated weights and value means.
-
-The tail is all pages but those that were read. All are summed first, since that need not wait for the selection, and those that
-were read are then taken off again. What rounding leaves of the difference is small beside the exact attention to the pages that
-were read, with which it is merged: their weights are no larger than what that finds, but for the error of an estimate.
-"""
+"""Triton sum of the tail: what the pages that were not read add to an output, by their estimated weights and value means."""
 
 from dataclasses import dataclass
 
@@ -21,13 +16,12 @@ N_BLOCK = 128
 """Pages that a program takes in one step."""
 
 
-@triton.jit(do_not_specialize=["batch", "weight_row", "weight_head", "table_row", "listed_row"])
+@triton.jit(do_not_specialize=["batch", "weight_row", "weight_head", "table_row"])
 def _sum_tail(
     weight_ptr,
     record_ptr,
     table_ptr,
     held_ptr,
-    listed_ptr,
     peak_ptr,
     sum_ptr,
     value_ptr,
@@ -35,7 +29,6 @@ def _sum_tail(
     weight_row,
     weight_head,
     table_row,
-    listed_row,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     G_BLOCK: tl.constexpr,
@@ -44,7 +37,6 @@ def _sum_tail(
     DV_BLOCK: tl.constexpr,
     VALUE: tl.constexpr,
     SCALES: tl.constexpr,
-    LISTED: tl.constexpr,
     BF16: tl.constexpr,
     B_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
@@ -59,7 +51,6 @@ def _sum_tail(
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         end = tl.minimum(number * length + length, tl.sum(tl.where(row == request, pages, 0), 0))
         table = table_ptr + request.to(tl.int64) * table_row
-        listed = listed_ptr + (request.to(tl.int64) * NUM_HEADS + head) * listed_row
         weights = weight_ptr + request.to(tl.int64) * weight_row + (head * GROUP + group)[:, None].to(tl.int64) * weight_head
         peak = tl.full([G_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([G_BLOCK], tl.float32)
@@ -67,8 +58,6 @@ def _sum_tail(
         for begin in tl.range(number * length, end, N_BLOCK, num_stages=1):
             logical = begin + tl.arange(0, N_BLOCK)
             live = logical < end
-            if LISTED:
-                logical = tl.load(listed + logical, mask=live, other=0)
             weight = tl.load(weights + logical[None, :], mask=mine[:, None] & live[None, :], other=float("-inf"))
             # Page 0, which stands for no page, has a record to be read; nothing of it counts.
             record = record_ptr + (tl.load(table + logical, mask=live, other=0).to(tl.int64) * NUM_HEADS + head) * RECORD
@@ -102,7 +91,7 @@ def _sum_tail(
 
 @dataclass(frozen=True)
 class TailParts:
-    """Sums over pages, item by item, fp32.
+    """Sums over the tail of every item, fp32.
 
     peak, total [items, G]: largest log weight, and sum of exp(weight - peak). value [items, G, Dv]: sum of the value means so
     weighed. num_pages int32 [B]: what the items were cut from.
@@ -115,24 +104,16 @@ class TailParts:
 
 
 def sum_tail(
-    weight: torch.Tensor,
-    s: PageSummaries,
-    page_table: torch.Tensor,
-    num_pages: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    listed: torch.Tensor | None = None,
+    weight: torch.Tensor, s: PageSummaries, page_table: torch.Tensor, num_pages: torch.Tensor, dtype: torch.dtype
 ) -> TailParts:
-    """Sum what pages weigh.
+    """Sum the tail.
 
     Args:
         weight: fp32 [B, Hq, Nmax], natural log of every page's weight, innermost dimension contiguous; -inf where a page has
-            none.
+            none or was read.
         s: packed summaries with value means.
         page_table: int32 [B, Nmax], innermost dimension contiguous. num_pages: int32 [B], at most Nmax.
         dtype: of the model; bf16 sums on tensor cores.
-        listed: int32 [B, H, S], contiguous: sum the logical pages that stand in the first num_pages places of a row instead of
-            all.
     """
     assert s.record is not None
     batch, query_heads, _ = weight.shape
@@ -149,7 +130,6 @@ def sum_tail(
         s.record.contiguous(),
         page_table,
         num_pages,
-        num_pages if listed is None else listed,
         made.peak,
         made.total,
         made.value,
@@ -157,7 +137,6 @@ def sum_tail(
         weight.stride(0),
         weight.stride(1),
         page_table.stride(0),
-        0 if listed is None else listed.shape[2],
         NUM_HEADS=heads,
         GROUP=group,
         G_BLOCK=max(8, triton.next_power_of_2(group)),
@@ -166,7 +145,6 @@ def sum_tail(
         DV_BLOCK=triton.next_power_of_2(layout.v_head_dim),
         VALUE=sizes["VALUE"],
         SCALES=sizes["SCALES"],
-        LISTED=listed is not None,
         BF16=dtype == torch.bfloat16,
         B_BLOCK=batch_block(batch),
         N_BLOCK=N_BLOCK,

@@ -1,0 +1,274 @@
+"""The canary: do stored summaries still describe their pages?
+
+`audit` runs in a scheduler, between two steps; `main` is `locks-sglang audit URL`, which asks a running server for it.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+REQUEST = "locks_audit"
+"""Name under which `/set_internal_state` takes the request; its value is the most pages to look at, 0 for all."""
+CHUNK = 1024
+"""Pages that are rebuilt together: their keys and values are copied in fp32."""
+SHOWN = 20
+"""Mismatches that a report lists."""
+KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A stored summary that does not describe its page.
+
+    Attributes:
+        rank: tensor-parallel rank. layer: of the model. page: physical 16-token page.
+        owner: "node" of the radix tree, by its place in a walk, or "request", by its id.
+        position: of the page's first token.
+    """
+
+    rank: int
+    layer: int
+    page: int
+    owner: str
+    position: int
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What one audit found, over all ranks of a tensor-parallel group.
+
+    Attributes:
+        pages: complete pages that somebody owns, of this rank. looked_at: of these, compared with fresh rebuilds.
+        unsummarised: (layer, page) pairs among them without a valid summary: such pages are read, not estimated.
+        mismatched: (rank, layer, page) of summaries that are called valid and do not describe their page.
+        mismatches: the first of them.
+        seconds: how long serving stood still.
+    """
+
+    pages: int
+    looked_at: int
+    unsummarised: int
+    mismatched: int
+    mismatches: tuple[Mismatch, ...]
+    seconds: float
+
+
+def audit(scheduler: Any, most_pages: int = 0) -> Audit:
+    """Compare the stored summaries of every complete page that the radix tree or a running request owns with fresh rebuilds.
+
+    A page whose summary does not fit is marked dirty: before the next step is planned it is rebuilt, so it is never scored
+    again as it is. Waits for the device; runs between two steps, on the scheduler's thread, on all ranks alike.
+
+    Args:
+        scheduler: SGLang's `Scheduler`.
+        most_pages: look at this many, evenly spread over all; 0 for all.
+
+    Raises:
+        RuntimeError: no summaries on the scheduler's KV pool, or a rank could not compare, for want of memory above all.
+    """
+    import torch
+
+    from .kernels.common import PAGE_SIZE
+    from .summary_pool import SummaryPool
+
+    began = time.monotonic()
+    summaries = SummaryPool.attached(scheduler.token_to_kv_pool_allocator.get_kvcache())
+    if summaries is None:
+        raise RuntimeError("no summaries on this KV pool; start the server with --attention-backend locks")
+    if summaries.valid.is_cuda:
+        torch.cuda.synchronize(summaries.valid.device)
+    owners: dict[int, tuple[str, int]] = {}
+    for owner, start, pages in _owned(scheduler):
+        for i, page in enumerate(pages):
+            owners.setdefault(page, (owner, start + PAGE_SIZE * i))
+    # What arrived without a forward pass, or waits for a centre, is built before the next plan.
+    for page in summaries.pending():
+        owners.pop(page, None)
+    looked_at = sorted(owners)
+    if 0 < most_pages < len(looked_at):
+        looked_at = [looked_at[i * len(looked_at) // most_pages] for i in range(most_pages)]
+
+    group = getattr(scheduler, "tp_cpu_group", None)
+    shared = group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
+    rank = torch.distributed.get_rank(group) if shared else 0
+    told: tuple[int, list[Mismatch], str] = (0, [], "")
+    try:
+        told = (*_compared(summaries, looked_at, owners, rank), "")
+    except RuntimeError as error:  # out of memory, above all: the other ranks must not wait for this one
+        told = (0, [], f"rank {rank}: {error}")
+    gathered = [told]
+    if shared:
+        gathered = [told] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(gathered, told, group=group)
+    failures = [failure for *_, failure in gathered if failure]
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    unsummarised = sum(count for count, *_ in gathered)
+    found = [mismatch for _, mismatches, _ in gathered for mismatch in mismatches]
+    result = Audit(
+        pages=len(owners),
+        looked_at=len(looked_at),
+        unsummarised=unsummarised,
+        mismatched=len(found),
+        mismatches=tuple(found[:SHOWN]),
+        seconds=round(time.monotonic() - began, 3),
+    )
+    summaries.counters.audits += 1
+    summaries.counters.mismatched += len(found)
+    summaries.last_audit = result
+    return result
+
+
+def _compared(
+    summaries: Any, pages: Sequence[int], owners: Mapping[int, tuple[str, int]], rank: int
+) -> tuple[int, list[Mismatch]]:
+    """Summaries that these pages lack, and those that do not fit, which are marked."""
+    import torch
+
+    from .kernels.common import PAGE_SIZE, token_slots
+
+    missing, found = 0, []
+    for at in range(0, len(pages), CHUNK):
+        chunk = torch.tensor(pages[at : at + CHUNK], dtype=torch.int64)
+        valid = summaries.valid[:, chunk.to(summaries.valid.device)]
+        missing += int((~valid).sum())
+        for layer, page in summaries.verify(chunk):
+            if bool(summaries.valid[layer - summaries.first_layer, page]):
+                found.append(Mismatch(rank, layer, page, *owners[page]))
+    if found:
+        bad = torch.tensor(sorted({mismatch.page for mismatch in found}), dtype=torch.int64)
+        summaries.mark_dirty(token_slots(bad, PAGE_SIZE))
+    return missing, found
+
+
+def _owned(scheduler: Any) -> Iterator[tuple[str, int, list[int]]]:
+    """Who owns complete pages: its name, the position of the first page, and the pages."""
+    from . import radix
+    from .kernels.common import PAGE_SIZE
+
+    tree = scheduler.tree_cache
+    try:
+        for number, node in enumerate(radix.walk(tree)):
+            yield f"node {number}", node.start, node.pages.tolist()
+    except radix.RadixViewError:
+        pass  # without a radix cache requests own all there is
+    table = scheduler.req_to_token_pool.req_to_token
+    batches = (scheduler.running_batch, scheduler.last_batch)
+    requests = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
+    for request in requests.values():
+        # The last token of an answer is sampled and not stored; while there is none, the tree holds what is.
+        stored = len(request.origin_input_ids) + len(request.output_ids) - 1
+        row = table_row(request)
+        if row is None or request.finished() or not request.output_ids or stored < PAGE_SIZE:
+            continue
+        slots = table[row, : stored // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE]
+        yield f"request {request.rid}", 0, (slots // PAGE_SIZE).tolist()
+
+
+def table_row(request: Any) -> int | None:
+    """Row of one of SGLang's requests in `req_to_token`, if it has one; newer releases keep it beside what else there is of its
+    KV."""
+    holder = request if hasattr(request, "req_pool_idx") else request.kv
+    return None if holder is None else holder.req_pool_idx
+
+
+def main(argv: Sequence[str]) -> int:
+    """`locks-sglang audit`.
+
+    Returns:
+        0 where every summary fits, 1 where some did not, 2 where the server could not be asked.
+    """
+    parser = argparse.ArgumentParser(
+        prog="locks-sglang audit",
+        description="Ask a running server to compare its summaries with fresh rebuilds. Serving stands still meanwhile; what "
+        f"does not fit is rebuilt before it is used again. A server with an admin key wants it in {KEY_VARIABLE}.",
+    )
+    parser.add_argument("url", metavar="URL", help="address of the server, e.g. http://127.0.0.1:30000")
+    parser.add_argument(
+        "--pages", type=int, default=0, metavar="N", help="look at N pages, evenly spread (0, the default: all)"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    given = parser.parse_args(argv)
+    if given.pages < 0:
+        parser.error(f"--pages must be 0 (all) or more, got {given.pages}")
+    try:
+        ranks = _ask(given.url.rstrip("/"), given.pages, given.timeout)
+    except AuditError as error:
+        print(f"locks-sglang audit: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps(ranks))
+    else:
+        for number, told in enumerate(ranks):
+            print(_report(told, number, len(ranks)))
+    return 1 if any(told["mismatched"] for told in ranks) else 0
+
+
+class AuditError(RuntimeError):
+    """A server that cannot be asked."""
+
+
+def _ask(url: str, pages: int, timeout: float) -> list[dict[str, Any]]:
+    """Have every scheduler audit, and what each then tells."""
+    before = [_told(state) for state in _states(url, timeout)]
+    done = _call(f"{url}/set_internal_state", timeout, {"server_args": {REQUEST: pages}})
+    if not isinstance(done, list) or not all(done):
+        raise AuditError(f"{url} did not audit; its log says why")
+    after = [_told(state) for state in _states(url, timeout)]
+    if any(new["audits"] <= old["audits"] or "audit" not in new for old, new in zip(before, after, strict=True)):
+        raise AuditError(f"{url} did not audit; its log says why")
+    return [told["audit"] for told in after]
+
+
+def _states(url: str, timeout: float) -> list[dict[str, Any]]:
+    info = _call(f"{url}/server_info", timeout)
+    return list(info["internal_states"])
+
+
+def _told(state: dict[str, Any]) -> dict[str, Any]:
+    if "locks" not in state:
+        raise AuditError("this server does not run --attention-backend locks")
+    told = state["locks"]
+    return {"audits": told["counters"]["audits"], **({"audit": told["audit"]} if told["audit"] else {})}
+
+
+def _call(url: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
+    headers = {"Content-Type": "application/json"}
+    key = os.environ.get(KEY_VARIABLE)
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        hint = f"; put the server's admin key into {KEY_VARIABLE}" if error.code in (401, 403) else ""
+        raise AuditError(f"{url} answered {error.code} {error.reason}{hint}") from None
+    except (OSError, ValueError) as error:
+        raise AuditError(f"{url} gave no answer: {error}") from None
+
+
+def _report(told: dict[str, Any], number: int, of: int) -> str:
+    head = f"scheduler {number}: " if of > 1 else ""
+    lines = [
+        f"{head}{told['looked_at']} of {told['pages']} pages looked at in {told['seconds']:.1f} s, "
+        f"{told['mismatched']} summaries do not fit, {told['unsummarised']} are missing"
+    ]
+    for mismatch in told["mismatches"]:
+        lines.append("  rank {rank}, layer {layer}, page {page}: {owner}, tokens from {position} on".format(**mismatch))
+    if told["mismatched"] > len(told["mismatches"]):
+        lines.append(f"  and {told['mismatched'] - len(told['mismatches'])} more")
+    return "\n".join(lines)
+
+
+def as_state(result: Audit | None) -> dict[str, Any] | None:
+    """For `/server_info`."""
+    return None if result is None else asdict(result)
