@@ -213,6 +213,14 @@ AROUND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         },
     ),
     ("capture_one_shape", (SimpleNamespace(attn_backend=SimpleNamespace()), 8, len, 0, "lora", "dense"), {}),
+    (
+        "set_internal_state",
+        (
+            SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=object)),
+            SimpleNamespace(server_args={"locks_audit": 0}),
+        ),
+        {},
+    ),
     ("RotaryEmbedding.__init__", (object(), 64, 64, 4096, 10000), {"is_neox_style": True}),
     ("get_last_loc", (torch.zeros(2, 4), torch.zeros(1), torch.ones(1)), {}),
     ("alloc_extend", (SimpleNamespace(device="cpu"), *(torch.ones(1) for _ in range(5)), 1), {}),
