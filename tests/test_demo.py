@@ -241,7 +241,7 @@ def test_server_and_its_children_end_with_the_block(
 
 
 def test_failed_start_shows_the_end_of_the_log(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "print(*range(40), sep='\\n'); raise SystemExit('rank = 99 is not allowed')"]
+    command = [sys.executable, "-c", "print(*range(40), sep='\\n', flush=True); raise SystemExit('rank = 99 is not allowed')"]
     with (
         pytest.raises(ServerError) as error,
         serving.serving(command, tmp_path / "log", os.environ, lambda phase: None),
