@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 REQUEST = "locks_audit"
@@ -98,7 +98,7 @@ def audit(scheduler: Any, most_pages: int = 0) -> Audit:
     group = getattr(scheduler, "tp_cpu_group", None)
     shared = group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
     rank = torch.distributed.get_rank(group) if shared else 0
-    told: tuple[int, list[Mismatch], str] = (0, [], "")
+    told: tuple[int, list[Mismatch], str]
     try:
         told = (*_compared(summaries, looked_at, owners, rank), "")
     except RuntimeError as error:  # out of memory, above all: the other ranks must not wait for this one
@@ -138,10 +138,10 @@ def _compared(
     for at in range(0, len(pages), CHUNK):
         chunk = torch.tensor(pages[at : at + CHUNK], dtype=torch.int64)
         valid = summaries.valid[:, chunk.to(summaries.valid.device)]
-        missing += int((~valid).sum())
-        for layer, page in summaries.verify(chunk):
-            if bool(summaries.valid[layer - summaries.first_layer, page]):
-                found.append(Mismatch(rank, layer, page, *owners[page]))
+        lacking = {(summaries.first_layer + i, int(chunk[j])) for i, j in (~valid).nonzero().tolist()}
+        missing += len(lacking)
+        unlike = [pair for pair in summaries.verify(chunk) if pair not in lacking]
+        found += [Mismatch(rank, layer, page, *owners[page]) for layer, page in unlike]
     if found:
         bad = torch.tensor(sorted({mismatch.page for mismatch in found}), dtype=torch.int64)
         summaries.mark_dirty(token_slots(bad, PAGE_SIZE))
@@ -218,26 +218,19 @@ class AuditError(RuntimeError):
 
 def _ask(url: str, pages: int, timeout: float) -> list[dict[str, Any]]:
     """Have every scheduler audit, and what each then tells."""
-    before = [_told(state) for state in _states(url, timeout)]
+    _audits(url, timeout)  # refuses a server without locks
     done = _call(f"{url}/set_internal_state", timeout, {"server_args": {REQUEST: pages}})
     if not isinstance(done, list) or not all(done):
         raise AuditError(f"{url} did not audit; its log says why")
-    after = [_told(state) for state in _states(url, timeout)]
-    if any(new["audits"] <= old["audits"] or "audit" not in new for old, new in zip(before, after, strict=True)):
-        raise AuditError(f"{url} did not audit; its log says why")
-    return [told["audit"] for told in after]
+    return _audits(url, timeout)
 
 
-def _states(url: str, timeout: float) -> list[dict[str, Any]]:
-    info = _call(f"{url}/server_info", timeout)
-    return list(info["internal_states"])
-
-
-def _told(state: dict[str, Any]) -> dict[str, Any]:
-    if "locks" not in state:
+def _audits(url: str, timeout: float) -> list[Any]:
+    """Last audit of every scheduler, None where there was none."""
+    states = _call(f"{url}/server_info", timeout)["internal_states"]
+    if not all("locks" in state for state in states):
         raise AuditError("this server does not run --attention-backend locks")
-    told = state["locks"]
-    return {"audits": told["counters"]["audits"], **({"audit": told["audit"]} if told["audit"] else {})}
+    return [state["locks"]["audit"] for state in states]
 
 
 def _call(url: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
@@ -267,8 +260,3 @@ def _report(told: dict[str, Any], number: int, of: int) -> str:
     if told["mismatched"] > len(told["mismatches"]):
         lines.append(f"  and {told['mismatched'] - len(told['mismatches'])} more")
     return "\n".join(lines)
-
-
-def as_state(result: Audit | None) -> dict[str, Any] | None:
-    """For `/server_info`."""
-    return None if result is None else asdict(result)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ..audit import REQUEST, as_state, audit
+from ..audit import REQUEST, audit
 from ..seams import Seam
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         "summary_bytes": summaries.record.numel(),
         "layers": summaries.num_layers,
         "counters": summaries.counters.snapshot(),
-        "audit": as_state(summaries.last_audit),
+        "audit": None if summaries.last_audit is None else dataclasses.asdict(summaries.last_audit),
     }
 
 

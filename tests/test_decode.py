@@ -458,19 +458,9 @@ def test_newest_page_that_is_being_built(tail: str) -> None:
     kv = make_paged("random", [320, 97, 33], 2, 64, generator(50))
     q = torch.randn(3, 6, 64, generator=generator(51))
     s, _ = summaries_and_factors(kv, 4, quantize=True)
-    assert s.record is not None
-    newest = kv.page_table[range(3), (kv.seq_lens - 1) // PAGE].long()
     config = LocksConfig(rank=4, budget_tokens=80, tail_correction=tail)
-    steps = []
-    for record, valid in ((0, False), (0, True), (255, True)):
-        s.record[newest], s.valid[newest] = record, valid
-        steps.append(
-            locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config, newest_unbuilt=True)
-        )
-    for step in steps:
-        assert torch.equal(step.out, steps[0].out)
-        assert torch.equal(step.pages, steps[0].pages)
-        assert [float(step.scores.lse[b, 0, n - 1]) for b, n in enumerate(kv.num_pages)] == [torch.inf] * 3
+    arguments = (q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
+    truth.assert_newest_pages_are_not_scored(kv, s, lambda: locks_decode_step(*arguments, newest_unbuilt=True))
 
 
 @pytest.mark.parametrize("tail", TAILS)

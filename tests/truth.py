@@ -6,7 +6,7 @@ mistake in the package cannot be shared by its truth. Letters as in `locks_sglan
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -517,3 +517,17 @@ def merge_tail(
         rows = [out[b, h]] + [v_scale * f.value_mean[int(page_table[b, n]), kv] for n in tail]
         merged[b, h] = sum(w * row for w, row in zip(weights, rows, strict=True)) / sum(weights)
     return merged
+
+
+def assert_newest_pages_are_not_scored(kv: Paged, s: Any, step: Callable[[], Any]) -> None:
+    """A step while the page of the newest token is being built: the same bits whatever its record and its flag in `s` say."""
+    assert s.record is not None
+    newest = kv.page_table[range(len(kv.seq_lens)), (kv.seq_lens - 1) // PAGE].long()
+    steps = []
+    for record, valid in ((0, False), (0, True), (255, True)):
+        s.record[newest], s.valid[newest] = record, valid
+        steps.append(step())
+    for made in steps:
+        assert torch.equal(made.out, steps[0].out)
+        assert torch.equal(made.pages, steps[0].pages)
+        assert [float(made.scores.lse[b, 0, n - 1]) for b, n in enumerate(kv.num_pages)] == [torch.inf] * len(newest)
