@@ -534,18 +534,15 @@ def replayed_graphs(server: InProcessServer) -> Iterator[list[str]]:
         graphs.replay = replay
 
 
-def dense_graph_equals_eager(server: InProcessServer, rows: int, new_tokens: int) -> float:
-    """Every decode step of so many short requests runs twice on the inner backend, eagerly and in its dense graph.
+def graph_against_eager(server: InProcessServer, rows: int, new_tokens: int) -> list[tuple[int, float]]:
+    """Every decode step of so many requests of 90 tokens and up runs twice, eagerly and in SGLang's graph.
 
     Returns:
-        The largest difference of the logits of a row, relative to their length.
+        For each step its rows, and the largest difference of the logits of one of them, relative to their length.
     """
-    from locks_sglang.patches.graph_capture import DENSE
-
     runner = server.runner
     graphs, forward = runner.decode_cuda_graph_runner, runner.forward
-    sizes: list[int] = []
-    worst: list[float] = []
+    steps: list[tuple[int, float]] = []
 
     def twice(batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not batch.forward_mode.is_decode():
@@ -562,26 +559,33 @@ def dense_graph_equals_eager(server: InProcessServer, rows: int, new_tokens: int
         assert output.can_run_graph
         found = output.logits_output.next_token_logits.float()
         assert len(found) == len(expected)
-        sizes.append(len(found))
-        worst.append(float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max()))
+        steps.append((len(found), float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())))
         return output
 
     server.flush_cache()
-    before = counters(server)
     runner.forward = twice
     try:
-        with replayed_graphs(server) as labels:
-            server.generate([text_tokens(server, 90 + 13 * i, skip=37 * i) for i in range(rows)], new_tokens)
+        server.generate([text_tokens(server, 90 + 13 * i, skip=37 * i) for i in range(rows)], new_tokens)
     finally:
         del runner.forward
+    assert max(steps)[0] == rows
+    assert len(steps) >= new_tokens - 1
+    return steps
+
+
+def dense_graph_against_eager(server: InProcessServer, rows: int, new_tokens: int) -> list[tuple[int, float]]:
+    """`graph_against_eager` of requests shorter than `min_context_tokens`: all on the inner backend, in its dense graph."""
+    from locks_sglang.patches.graph_capture import DENSE
+
+    before = counters(server)
+    with replayed_graphs(server) as labels:
+        steps = graph_against_eager(server, rows, new_tokens)
     after = counters(server)
-    assert max(sizes) == rows
-    assert labels == [DENSE] * len(sizes)
-    assert len(sizes) >= new_tokens - 1
-    assert after["dense_rows"]["short"] - before["dense_rows"].get("short", 0) == 2 * sum(sizes)
+    assert labels == [DENSE] * len(steps)
+    assert after["dense_rows"]["short"] - before["dense_rows"].get("short", 0) == 2 * sum(size for size, _ in steps)
     assert after["sparse_rows"] == before["sparse_rows"]
     assert_summaries_are_fresh(server)
-    return max(worst)
+    return steps
 
 
 def grows_out_of_the_dense_graph(server: InProcessServer) -> None:

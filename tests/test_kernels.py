@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 import truth
 from truth import (
     PAGE,
@@ -52,7 +54,18 @@ LENGTHS = (1, 15, 16, 17, 0, 33, 1000)
 """Around page edges, none at all, and one that is spread over several items."""
 SCAN_LENGTHS = (1, 16, 17, 0, 400)
 """The same for the scan alone, which the interpreter takes a quarter of a second a step for."""
-SELECT_SIZES = {name: getattr(select_kernel, name) for name in ("BLOCK", "KEY_WIDTH", "WIDTH", "FEW", "THREADS")}
+SMALL_SELECT = {
+    "BLOCK": 4,
+    "KEY_WIDTH": 64,
+    "WIDTH": 64,
+    "NEAR_WIDTH": 64,
+    "FEW": 32,
+    "PAIRS": 32,
+    "PAIRS_WIDTH": 16,
+    "PART_BLOCK": 4,
+    "THREADS": 32,
+}
+SELECT_SIZES = {name: getattr(select_kernel, name) for name in SMALL_SELECT}
 """Those that serve."""
 SHAPES = cover(dim=(64, 96, 128, 256), group=(1, 3, 7, 16), rank=(2, 4, 8, 15), tail=("qmu", "flat", "off"), cap=(0.0, 15.0))
 
@@ -87,7 +100,7 @@ def small_pieces(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(scan_kernel, "WARPS", 2)
         for module in (scan_kernel, select_kernel):
             patch.setattr(module, "N_BLOCK", 16)
-        for name, small in (("BLOCK", 4), ("KEY_WIDTH", 64), ("WIDTH", 64), ("FEW", 32), ("THREADS", 32)):
+        for name, small in SMALL_SELECT.items():
             patch.setattr(select_kernel, name, small)
         empty, empty_like = torch.empty, torch.empty_like
         patch.setattr(torch, "empty", lambda *args, **kwargs: poisoned(empty(*args, **kwargs)))
@@ -389,14 +402,18 @@ def test_select_writes_what_flashinfer_reads(budget: int) -> None:
     assert indices.tolist() == want + [-7] * 9
 
 
-def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks than are counted together, and more keys of them; scores of a few values only, so that thresholds tie."""
+@pytest.mark.parametrize("distinct", [True, False], ids=["distinct", "few values"])
+def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch, distinct: bool) -> None:
+    """More blocks than are counted together, and more keys of them. With few values thresholds tie and more pages are left than
+    are compared with each other; with distinct ones that is how the last are chosen."""
     for name, size in SELECT_SIZES.items():
         monkeypatch.setattr(select_kernel, name, size)
     gen = generator(14)
     n = 40_000
     held = torch.tensor([n, 3000], dtype=torch.int32, device=DEVICE)
-    lse = torch.randn(2, 1, n, generator=gen).mul(20).round().div(20).to(DEVICE)
+    lse = torch.randn(2, 1, n, generator=gen).to(DEVICE)
+    if not distinct:
+        lse = lse.mul(20).round().div(20)
     for budget in (128, 200):
         pages, counts = select_pages(lse, held, budget, num_kv_heads=1, combine="max")
         assert counts.tolist() == [budget, budget]
@@ -405,6 +422,37 @@ def test_select_with_the_constants_that_serve(monkeypatch: pytest.MonkeyPatch) -
             score[0] = score[-1] = torch.inf
             best = torch.argsort(score, descending=True, stable=True)[:budget]
             assert torch.equal(pages[b, 0].cpu().long(), best.sort().values)
+
+
+# --- items ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _store_layout(held_ptr, length_ptr, count_ptr, batch, TARGET: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.arange(0, 64)
+    _, length, count, _ = scan_kernel.item_layout(held_ptr, batch, TARGET, HEADS, 64, BLOCK)
+    tl.store(length_ptr, length)
+    tl.store(count_ptr + row, count, mask=row < batch)
+
+
+@pytest.mark.parametrize(
+    ("pages", "heads"),
+    [([65536], 4), ([8192] * 8, 4), ([2048] * 16, 8), ([1024] * 64, 8), ([16384] + [64] * 31, 8), ([0, 1], 2)],
+    ids=["one", "eight", "sixteen", "many", "one long", "tiny"],
+)
+def test_items_are_spread_evenly(pages: list[int], heads: int) -> None:
+    """Programs that take the items in turn end together: none has much more than its share of the pages."""
+    target, block = 396, 32
+    held = torch.tensor(pages, dtype=torch.int32, device=DEVICE)
+    length, count = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(held)
+    _store_layout[(1,)](held, length, count, len(pages), target, heads, block)
+    each, counts = int(length), count.tolist()
+    assert counts == [-(-n // each) for n in pages]
+    items = sum(counts) * heads
+    assert items <= scan_kernel.most_items(target, len(pages), heads)
+    share = sum(pages) * heads / target
+    rounds = -(-items // target)
+    assert rounds * (each - block) <= 1.3 * share, f"{rounds} rounds of {each} pages, a program's share is {share:.0f}"
 
 
 # --- attend -----------------------------------------------------------------------------------------------------------

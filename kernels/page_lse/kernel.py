@@ -45,6 +45,8 @@ N_BLOCK = 8 * WARPS
 """Pages that a program takes in one step: eight a warp."""
 REGISTERS = {64: 168, 96: 168, 128: 168, 256: 255}
 """That a thread is given at each head dimension: twelve warps then fit a multiprocessor, or eight."""
+ITEMS_A_ROW = tl.constexpr(8)
+"""Into how many items a (request, KV head) may be cut at least, on average: a short last one then costs an eighth at most."""
 HIGH_NIBBLES = tl.constexpr(-0x0F0F0F10)
 """0xF0F0F0F0 as an int32."""
 TAILS = ("off", "qmu", "flat")
@@ -52,14 +54,19 @@ TAILS = ("off", "qmu", "flat")
 
 @triton.jit
 def item_layout(held_ptr, batch, TARGET: tl.constexpr, NUM_HEADS: tl.constexpr, B_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr):
-    """Cut all pages into about TARGET items.
+    """Cut all pages into items: at most TARGET, or a multiple of it that so many programs take in as many rounds.
+
+    Every (request, KV head) ends with an item that may be short. So it is counted as one in full, lest a few items are left for
+    a round of their own; where there are many of these, items are cut finer instead.
 
     Returns pages a request [B_BLOCK], pages an item, items a (request, head) [B_BLOCK], and the first item behind each
     request [B_BLOCK].
     """
     row = tl.arange(0, B_BLOCK)
     pages = tl.load(held_ptr + row, mask=row < batch, other=0).to(tl.int32)
-    share = (tl.sum(pages, 0) * NUM_HEADS + TARGET - 1) // TARGET
+    rows = tl.sum((pages > 0).to(tl.int32), 0) * NUM_HEADS
+    wanted = TARGET * tl.maximum((rows * ITEMS_A_ROW + TARGET - 1) // TARGET, 1) - rows
+    share = (tl.sum(pages, 0) * NUM_HEADS + wanted - 1) // wanted
     length = tl.maximum((share + N_BLOCK - 1) // N_BLOCK, 1) * N_BLOCK
     count = (pages + length - 1) // length
     return pages, length, count, tl.cumsum(count * NUM_HEADS, 0)
@@ -433,7 +440,7 @@ def batch_block(batch: int) -> int:
 
 def most_items(target: int, batch: int, heads: int) -> int:
     """Most items that `batch` requests of H KV heads are cut into."""
-    return target + batch * heads
+    return target * max(1, -(-ITEMS_A_ROW.value * batch * heads // target))
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,9 @@ A key is an unsigned integer that orders as `select_pages` prefers: recent, sink
 page. The first kernel also keeps the largest key of every block of pages. The k best pages lie in the k blocks with the best
 largest keys, the lower block winning ties: a page of any other block is beaten by a page of each of those k. So the second
 kernel looks at the blocks, then only at the keys of k of them, or of some more, which spares the last bits of a threshold; of
-these it keeps the ones that are no worse than the worst of the blocks, hardly more than k. Thresholds are found two bits a
-round by counting, and what is chosen is written by a running count: it comes out in ascending order without a sort.
+these it keeps the ones that are no worse than the worst of the blocks, hardly more than k, each of which is then compared with
+all others. Thresholds are found two bits a round by counting, which also chooses among more than can be compared, and what is
+chosen is written by a running count: it comes out in ascending order without a sort.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,16 @@ WIDTH = 2048
 """Keys that a program of the second kernel takes together, a multiple of THREADS; like FEW."""
 THREADS = 256
 """Of that program."""
+NEAR_WIDTH = 4096
+"""Keys of the chosen blocks that it takes together: at a budget of 128 pages all."""
 FEW = 512
 """Keys that it takes together once most are out: hardly more than the budget are left."""
+PAIRS = 256
+"""Most keys that it compares each with each, a multiple of PAIRS_WIDTH; among more it finds a threshold."""
+PAIRS_WIDTH = 16
+"""Keys that all others are compared with together."""
+PART_BLOCK = 128
+"""Parts of a normaliser that a program of the first kernel takes together: those of one KV head, if there are four."""
 
 
 @triton.jit
@@ -145,20 +154,26 @@ def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, THREADS: tl.co
     above = tl.full([], 0, tl.int32)
     tied = count
     shift = tl.where(count > rank, 30, -2)
-    # Most often these are all: they stay in registers, one a thread in each.
+    # They stay in registers, one a thread in each of these: most often the first are all.
     index = tl.arange(0, THREADS)
-    first = ()
+    first, second = (), ()
     for i in tl.static_range(WIDTH // THREADS):
         first = first + (tl.load(keys_ptr + i * THREADS + index, mask=i * THREADS + index < count, other=0),)
+    for i in tl.static_range(WIDTH // THREADS):
+        place = WIDTH + i * THREADS + index
+        second = second + (tl.load(keys_ptr + place, mask=place < count, other=0),)
     while shift >= 0:
         step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
         one = tl.zeros([THREADS], tl.int32)
         two, three = one, one
         for i in tl.static_range(WIDTH // THREADS):
             one, two, three = _reach(first[i], threshold, step, one, two, three)
-        for begin in range(WIDTH, count, THREADS):
-            keys = tl.load(keys_ptr + begin + index, mask=begin + index < count, other=0)
-            one, two, three = _reach(keys, threshold, step, one, two, three)
+        if count > WIDTH:
+            for i in tl.static_range(WIDTH // THREADS):
+                one, two, three = _reach(second[i], threshold, step, one, two, three)
+            for begin in range(2 * WIDTH, count, THREADS):
+                keys = tl.load(keys_ptr + begin + index, mask=begin + index < count, other=0)
+                one, two, three = _reach(keys, threshold, step, one, two, three)
         # In one number the three sums meet between the threads once.
         sums = tl.sum(one.to(tl.int64) | (two.to(tl.int64) << 21) | (three.to(tl.int64) << 42), 0)
         low, middle, high = (sums & 0x1FFFFF).to(tl.int32), ((sums >> 21) & 0x1FFFFF).to(tl.int32), (sums >> 42).to(tl.int32)
@@ -170,6 +185,20 @@ def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, THREADS: tl.co
         tied = tl.where(done, count, rank - above)
         shift = tl.where(done, -2, shift - 2)
     return tl.maximum(threshold, tl.full([], 1, tl.uint32)), tied
+
+
+@triton.jit
+def _ranks(keys_ptr, count, PAIRS: tl.constexpr, PAIRS_WIDTH: tl.constexpr):
+    """How many of `count` keys, at most PAIRS and none of them 0, go before each: larger ones, and equal ones before it."""
+    mine = tl.arange(0, PAIRS)
+    keys = tl.load(keys_ptr + mine, mask=mine < count, other=0)
+    ahead = tl.zeros([PAIRS, PAIRS_WIDTH], tl.int32)
+    for begin in range(0, count, PAIRS_WIDTH):
+        other = begin + tl.arange(0, PAIRS_WIDTH)
+        others = tl.load(keys_ptr + other, mask=other < count, other=0)
+        tied = (others[None, :] == keys[:, None]) & (other[None, :] < mine[:, None])
+        ahead += ((others[None, :] > keys[:, None]) | tied).to(tl.int32)
+    return tl.sum(ahead, 1)
 
 
 @triton.jit
@@ -239,7 +268,10 @@ def _top_pages(
     B_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
+    NEAR_WIDTH: tl.constexpr,
     FEW: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_WIDTH: tl.constexpr,
     THREADS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
@@ -290,8 +322,8 @@ def _top_pages(
         near_key = near_key_ptr + row * blocks_most * BLOCK
         near_page = near_page_ptr + row * blocks_most * BLOCK
         left = tl.full([], 0, tl.int32)
-        for begin in range(0, kept * BLOCK, WIDTH):
-            place = begin + tl.arange(0, WIDTH)
+        for begin in range(0, kept * BLOCK, NEAR_WIDTH):
+            place = begin + tl.arange(0, NEAR_WIDTH)
             inside = place < kept * BLOCK
             logical = tl.load(near + place // BLOCK, mask=inside, other=0) * BLOCK + place % BLOCK
             keys = tl.load(keys_at + logical, mask=inside, other=0)
@@ -302,17 +334,26 @@ def _top_pages(
             left += tl.sum(chosen.to(tl.int32), 0)
         tl.debug_barrier()
 
-        threshold, tied = _threshold(near_key, left, budget, 0, FEW, THREADS)
-        more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for begin in range(0, left, FEW):
-            place = begin + tl.arange(0, FEW)
-            inside = place < left
-            keys = tl.load(near_key + place, mask=inside, other=0)
-            logical = tl.load(near_page + place, mask=inside, other=0)
-            chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
+        if left <= PAIRS:
+            slot = tl.arange(0, PAIRS)
+            chosen = (slot < left) & (_ranks(near_key, left, PAIRS, PAIRS_WIDTH) < budget)
+            place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+            logical = tl.load(near_page + slot, mask=chosen, other=0)
             _write_pages(
                 pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
             )
+        else:
+            threshold, tied = _threshold(near_key, left, budget, 0, FEW, THREADS)
+            more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+            for begin in range(0, left, FEW):
+                place = begin + tl.arange(0, FEW)
+                inside = place < left
+                keys = tl.load(near_key + place, mask=inside, other=0)
+                logical = tl.load(near_page + place, mask=inside, other=0)
+                chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
+                _write_pages(
+                    pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
+                )
 
 
 def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
@@ -381,9 +422,10 @@ def page_keys(
         TARGET=TARGET,
         BLOCK=BLOCK,
         WIDTH=KEY_WIDTH,
-        PART_BLOCK=4096 // triton.next_power_of_2(group),
+        PART_BLOCK=PART_BLOCK,
         **chained(),
         num_warps=4,
+        maxnreg=128,
     )
     return made
 
@@ -442,7 +484,10 @@ def top_pages(
         B_BLOCK=batch_block(batch),
         BLOCK=BLOCK,
         WIDTH=WIDTH,
+        NEAR_WIDTH=NEAR_WIDTH,
         FEW=FEW,
+        PAIRS=PAIRS,
+        PAIRS_WIDTH=PAIRS_WIDTH,
         THREADS=THREADS,
         **chained(),
         num_warps=THREADS // 32,
