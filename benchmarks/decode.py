@@ -562,7 +562,7 @@ class Decoder:
         buffers = [get(layer) for layer in self.layers for get in (self.pool.get_key_buffer, self.pool.get_value_buffer)]
         sizes = {
             "cache": sum(buffer.numel() * buffer.element_size() for buffer in buffers),
-            "summaries": self.summaries.record.numel() if self.summaries is not None else 0,
+            "summaries": self.summaries.nbytes if self.summaries is not None else 0,
             "weights": sum(weight.numel() * weight.element_size() for weight in self.runner.model.parameters()),
         }
         if self.run.device != "cpu":

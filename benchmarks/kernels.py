@@ -251,16 +251,16 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
     torch.manual_seed(0)
     layout = RecordLayout(dim, dim, rank)
     k, v = (torch.empty(total * PAGE_SIZE, heads, dim, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
-    record = torch.zeros(total, heads, layout.record_bytes, dtype=torch.uint8, device="cuda")
+    record, values = layout.empty(total, heads, device="cuda")
     valid = torch.zeros(total, dtype=torch.bool, device="cuda")
-    s = PageSummaries(layout, valid, torch.zeros(heads, dim, device="cuda"), record=record)
+    s = PageSummaries(layout, valid, torch.zeros(heads, dim, device="cuda"), record, values)
     # Page 0 is the one that padding writes to.
     table = (torch.randperm(total - 1, device="cuda") + 1).view(batch, each).int()
     lens = torch.full((batch,), context, device="cuda")
     held = torch.full((batch,), each, device="cuda", dtype=torch.int32)
     q = torch.randn(batch, heads * group, dim, device="cuda").bfloat16()
     pages = table.flatten()
-    build(k, v, pages, s.center, record, valid, layout)
+    build(k, v, pages, s.center, record, values, valid, layout)
 
     def wanted(name: str) -> bool:
         return kernel in (name, "all")
@@ -268,11 +268,11 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
     kept = min(budget, each)
     rows, summaries = batch * heads, batch * each * heads
     if wanted("build"):
-        moved = summaries * (2 * PAGE_SIZE * 2 * dim + layout.record_bytes)
-        yield Operation("build", lambda: build(k, v, pages, s.center, record, valid, layout), moved)
+        moved = summaries * (2 * PAGE_SIZE * 2 * dim + layout.summary_bytes)
+        yield Operation("build", lambda: build(k, v, pages, s.center, record, values, valid, layout), moved)
     scores = scan(q, s, table, held, scale, seq_lens=lens, logit_cap=0.0, tail=tail)
     if wanted("scan"):
-        written = 4 * summaries * group * (1 if tail == "off" else 2)
+        written = 4 * summaries * (group if tail == "off" else 2 * group + 1)
         yield Operation(
             "scan",
             lambda: scan(q, s, table, held, scale, seq_lens=lens, logit_cap=0.0, tail=tail),
@@ -292,10 +292,10 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
     if wanted("attend"):
         moved = rows * kept * 2 * PAGE_SIZE * 2 * dim
         yield Operation("attend", lambda: attend_parts(q, k, v, table, chosen, counts, lens, scale, logit_cap=0.0), moved)
-    estimate = sum_tail(scores.weight, s, table, held, q.dtype) if tailed else None
+    estimate = sum_tail(scores.weight, scores.value_scale, s, table, held, q.dtype) if tailed else None
     if wanted("tail") and estimate is not None:
-        moved = summaries * (dim + 2 + 4 + 4 * group) + 4 * estimate.value.numel()
-        yield Operation("tail", lambda: sum_tail(scores.weight, s, table, held, q.dtype), moved)
+        moved = summaries * (dim + 4 + 4 + 4 * group) + 4 * estimate.value.numel()
+        yield Operation("tail", lambda: sum_tail(scores.weight, scores.value_scale, s, table, held, q.dtype), moved)
     if wanted("merge"):
         out = torch.empty_like(q)
         moved = parts.out.numel() * 4 + out.numel() * 2 + (0 if estimate is None else 4 * estimate.value.numel())
@@ -319,7 +319,7 @@ def _bytes_needed(shape: Shape, context: int, batch: int, rank: int) -> int:
 
     tokens, pages = context * batch, context * batch // PAGE_SIZE
     caches = 2 * 2 * tokens * shape.heads * shape.dim
-    summaries = pages * shape.heads * RecordLayout(shape.dim, shape.dim, rank).record_bytes
+    summaries = pages * shape.heads * RecordLayout(shape.dim, shape.dim, rank).summary_bytes
     results = pages * shape.heads * 4 * (2 * shape.group + 4)
     return caches + summaries + 3 * results
 

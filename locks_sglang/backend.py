@@ -100,7 +100,7 @@ def dense_backend_name(runner: Any, config: LocksConfig) -> str:
 
 def _log_start(loaded: LoadedConfig, dense: str, backend: "LocksAttnBackend") -> None:
     summaries = backend.summaries
-    size = summaries.record.numel() / 2**30
+    size = summaries.nbytes / 2**30
     logger.info(loaded.describe())
     logger.info("locks: decode attends with %s: %s", *backend.attend_path)
     logger.info(

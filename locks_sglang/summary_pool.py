@@ -1,4 +1,4 @@
-"""The summary pool: one packed record per (layer, physical 16-token page, KV head), beside SGLang's KV pool.
+"""The summary pool: one packed summary per (layer, physical 16-token page, KV head), beside SGLang's KV pool.
 
 It never owns a page. A page is `slot // 16`; whoever owns the slots (a radix node, a running request) owns the records.
 That is why a prefix hit, a node split, a freed duplicate or an eviction needs no work here.
@@ -34,7 +34,8 @@ class SummaryPool:
         config: settings.
 
     Attributes:
-        record: uint8 [L, N, H, record_bytes]; N counts the padding page 0.
+        record: uint8 [L, N, H, record_bytes]; N counts the padding page 0. values: int8 [L, N, H, Dv], the value means that go
+            with it, if the layout has them.
         valid: bool [L, N]. Cleared by the step that writes a page's first token, set by the build. Freed pages keep their
             flag: they are nobody's, and the next owner's first write clears it.
         center: fp32 [L, H, D], mean key of the first pages that the layer built; fixed from then on.
@@ -55,9 +56,8 @@ class SummaryPool:
         self.layout = RecordLayout(dim, values.shape[2], config.rank, config.value_mean)
         self.num_pages = keys.shape[0] // PAGE_SIZE
         device = keys.device
-        shape = (self.num_layers, self.num_pages, heads, self.layout.record_bytes)
-        self.record = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self.valid = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+        self.record, self.values = self.layout.empty(self.num_layers, self.num_pages, heads, device=device)
+        self.valid = torch.zeros(self.num_layers, self.num_pages, dtype=torch.bool, device=device)
         self.center = torch.zeros(self.num_layers, heads, dim, device=device)
         self.builds = torch.zeros(self.num_pages, dtype=torch.int32, device=device)
         self.reuses = torch.zeros_like(self.builds)
@@ -69,7 +69,8 @@ class SummaryPool:
         self._dirty: set[int] = set()
         self._late: list[torch.Tensor] = []
         self._layers = [
-            PageSummaries(self.layout, self.valid[i], self.center[i], record=self.record[i]) for i in range(self.num_layers)
+            PageSummaries(self.layout, self.valid[i], self.center[i], self.record[i], self._values_of(i))
+            for i in range(self.num_layers)
         ]
 
     @classmethod
@@ -96,10 +97,18 @@ class SummaryPool:
         """Model layers that this rank holds."""
         return range(self.first_layer, self.first_layer + self.num_layers)
 
+    def _values_of(self, index: int) -> torch.Tensor | None:
+        return None if self.values is None else self.values[index]
+
     @property
     def bytes_per_page(self) -> int:
-        """Record bytes of one page, all layers and heads."""
+        """Bytes of the summaries of one page, all layers and heads."""
         return self.num_layers * self._layers[0].bytes_per_page
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the summaries of all pages."""
+        return self.num_pages * self.bytes_per_page
 
     def layer(self, layer_id: int) -> PageSummaries:
         """Summaries of one model layer (views, no copy)."""
@@ -133,14 +142,18 @@ class SummaryPool:
         index = layer_id - self.first_layer
         keys, values = self._buffers(layer_id)
         if runs_kernels(keys, self.layout.head_dim, self.layout.v_head_dim, 1):
-            build(keys, values, pages, self.center[index], self.record[index], self.valid[index], self.layout)
+            s = self._layers[index]
+            assert s.record is not None
+            build(keys, values, pages, s.center, s.record, s.values, s.valid, self.layout)
             return
         pages = pages[pages >= 0]
         if pages.numel() == 0:
             return
         slots = token_slots(pages, PAGE_SIZE)
         factors = page_factors(keys[slots], values[slots], self.layout.rank, self.center[index])
-        self.record[index, pages] = pack(factors, self.layout)
+        self.record[index, pages], means = pack(factors, self.layout)
+        if means is not None and self.values is not None:
+            self.values[index, pages] = means
         self.valid[index, pages] = True
 
     def build_centred(self, layer_id: int, pages: torch.Tensor) -> None:
@@ -214,22 +227,30 @@ class SummaryPool:
             slots = token_slots(pages, PAGE_SIZE)
             k, v = keys[slots], values[slots]
             fresh = pack(page_factors(k, v, self.layout.rank, self.center[index]), self.layout)
-            stored = self.record[index, pages]
-            differs = (fresh != stored).any(-1)
+            stored = self.record[index, pages], None if self.values is None else self.values[index, pages]
+            pairs = [(ours, theirs) for ours, theirs in zip(fresh, stored, strict=True) if ours is not None]
+            differs = torch.stack([(ours != theirs).any(-1) for ours, theirs in pairs]).any(0)
             wrong = ~self.valid[index, pages]
             if slack == 0.0:
                 wrong |= differs.any(-1)
             for head in differs.any(0).nonzero().flatten().tolist() if slack else ():
                 # A page without spread or values has no measure; where its record is the fresh one it needs none.
-                kept = self._misfit(k[:, :, head], v[:, :, head], stored[:, head], self.center[index, head])
-                best = self._misfit(k[:, :, head], v[:, :, head], fresh[:, head], self.center[index, head])
+                kept, best = (
+                    self._misfit(
+                        k[:, :, head],
+                        v[:, :, head],
+                        unpack(record[:, head], None if means is None else means[:, head], self.layout),
+                        self.center[index, head],
+                    )
+                    for record, means in (stored, fresh)
+                )
                 wrong |= differs[:, head] & ~(kept <= best + slack).all(0)
             bad += [(layer_id, int(page)) for page in pages[wrong]]
         return bad
 
-    def _misfit(self, k: torch.Tensor, v: torch.Tensor, record: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-        """How far records are from keys [n, P, D] and from the mean of v [n, P, Dv]: [1 or 2, n], in `VERIFY_SLACK`'s units."""
-        factors: PageFactors = unpack(record, self.layout)
+    @staticmethod
+    def _misfit(k: torch.Tensor, v: torch.Tensor, factors: PageFactors, center: torch.Tensor) -> torch.Tensor:
+        """How far factors are from keys [n, P, D] and from the mean of v [n, P, Dv]: [1 or 2, n], in `VERIFY_SLACK`'s units."""
         keys, values = k.float(), v.float().mean(1)
         described = (factors.mean + center).unsqueeze(1) + factors.coef @ factors.basis.transpose(-1, -2)
         spread, least = keys - keys.mean(1, keepdim=True), torch.finfo(torch.float32).tiny

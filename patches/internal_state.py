@@ -23,7 +23,7 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         "config": dataclasses.asdict(summaries.config),
         "config_digest": summaries.config.digest,
         "summary_bytes_per_page": summaries.bytes_per_page,
-        "summary_bytes": summaries.record.numel(),
+        "summary_bytes": summaries.nbytes,
         "layers": summaries.num_layers,
         "counters": summaries.counters.snapshot(),
         "audit": None if summaries.last_audit is None else dataclasses.asdict(summaries.last_audit),

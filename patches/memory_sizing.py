@@ -8,13 +8,13 @@ from ..seams import Seam, selected
 
 
 def summary_bytes_per_page(model_config: Any, num_layers: int, tp_size: int) -> int:
-    """Record bytes of one 16-token page over `num_layers` layers and this rank's KV heads."""
+    """Summary bytes of one 16-token page over `num_layers` layers and this rank's KV heads."""
     # Kernels need triton; where it does not import, SGLang must still come as far as the message that says so.
     from ..kernels.build_page_summaries import RecordLayout
 
     config = load_config().config
     layout = RecordLayout(model_config.head_dim, model_config.v_head_dim, config.rank, config.value_mean)
-    return num_layers * model_config.get_num_kv_heads(tp_size) * layout.record_bytes
+    return num_layers * model_config.get_num_kv_heads(tp_size) * layout.summary_bytes
 
 
 def add_summaries(cell_size: int, configurator: Any, kvc: Any, num_layers: int) -> int | None:

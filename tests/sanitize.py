@@ -70,18 +70,21 @@ def check(dim: int, group: int, dtype: torch.dtype, stored: torch.dtype | None, 
     complete = torch.cat([row[: n // PAGE] for row, n in zip(kv.page_table, LENGTHS, strict=True)]).long().to(device)
     keys, values = (x.view(-1, PAGE, HEADS, dim)[complete.cpu()].to(device) for x in (kv.k_cache.float(), kv.v_cache.float()))
     center = keys.mean((0, 1))
-    record = torch.zeros(len(k_cache) // PAGE, HEADS, layout.record_bytes, dtype=torch.uint8, device=device)
+    record, stored_means = layout.empty(len(k_cache) // PAGE, HEADS, device=device)
     valid = torch.zeros(len(record), dtype=torch.bool, device=device)
-    build(k_cache, v_cache, torch.cat((complete, complete.new_tensor([-1]))), center, record, valid, layout)
+    build(k_cache, v_cache, torch.cat((complete, complete.new_tensor([-1]))), center, record, stored_means, valid, layout)
     assert torch.equal(valid.nonzero().flatten(), complete.sort().values)
     centred = truth.centred_pages(keys)
     ours, theirs = (
         float(((torch.from_numpy(centred) - torch.from_numpy(f64(f.coef) @ f64(f.basis).swapaxes(-1, -2))) ** 2).sum()) ** 0.5
-        for f in (unpack(record[complete], layout), unpack(pack(page_factors(keys, values, 8, center), layout), layout))
+        for f in (
+            unpack(record[complete], stored_means[complete], layout),
+            unpack(*pack(page_factors(keys, values, 8, center), layout), layout),
+        )
     )
     assert ours <= 1.02 * theirs, f"the records miss the keys by {ours}, the reference's by {theirs}"
 
-    s = PageSummaries(layout, valid, center, record=record)
+    s = PageSummaries(layout, valid, center, record, stored_means)
     q = torch.randn(len(LENGTHS), HEADS * group, dim, generator=gen)
     q = (2.5 * dim**0.5 / kv.k_cache.float().nan_to_num().norm(dim=-1).max() * q).to(device, dtype)
     assert runs_kernels(q, dim, dim, group)

@@ -207,13 +207,15 @@ def split_keeps_summaries(server: InProcessServer) -> None:
     stem = text_tokens(server, 640, skip=8000)
     server.generate([stem], 2)
     whole = radix.path(server.tree, stem)
-    records = server.backend.summaries.record.clone()
+    summaries = server.backend.summaries
+    stored = summaries.record.clone(), summaries.values.clone()
     server.generate([stem[:320] + text_tokens(server, 200, skip=100)], 2)
     parts = radix.path(server.tree, stem)
     assert len(parts) == len(whole) + 1
     assert torch.equal(torch.cat([n.pages for n in parts]), torch.cat([n.pages for n in whole]))
     kept = torch.cat([n.pages for n in whole])
-    assert torch.equal(server.backend.summaries.record[:, kept], records[:, kept])
+    for now, before in zip((summaries.record, summaries.values), stored, strict=True):
+        assert torch.equal(now[:, kept], before[:, kept])
     assert all(n.stale == 0 and (n.builds == 1).all() for n in parts)
 
     def by_page(nodes: list[radix.NodeSummaries]) -> dict[int, tuple[bool, int, int]]:
@@ -486,10 +488,14 @@ def memory_is_counted(server: InProcessServer) -> None:
     config = server.runner.model_config
     heads, layers = config.get_num_kv_heads(1), config.num_hidden_layers
     assert dense == layers * heads * 2 * config.head_dim * server.kv_pool.dtype.itemsize
-    # D = 64, rank 8: 256 + 16 + 128 + 32 + 66 + 66 = 564 bytes, 576 with padding (DESIGN section 1: 14.1 % of bf16 KV).
+    # D = 64, rank 8: 256 + 16 + 128 + 32 + 66 + 2 = 500 bytes, 512 with padding, and 64: DESIGN section 1, 14.1 % of bf16 KV.
     assert summaries.bytes_per_page == layers * heads * 576
     assert hooked - dense == -(-summaries.bytes_per_page // PAGE)
-    assert summaries.record.numel() == summaries.bytes_per_page * summaries.num_pages
+    assert (
+        summaries.record.numel() + summaries.values.numel()
+        == summaries.nbytes
+        == summaries.bytes_per_page * summaries.num_pages
+    )
     assert summaries.num_pages * PAGE == server.kv_pool.get_key_buffer(0).shape[0]
 
 

@@ -220,12 +220,12 @@ def test_stored_share_is_the_documented_one(dim: int, rank: int, value_mean: boo
 @pytest.mark.parametrize("rank", [1, 2, 7, 8, 15])
 @pytest.mark.parametrize("value_mean", [False, True])
 def test_record_bytes(dim: int, rank: int, value_mean: bool) -> None:
-    """The sum of the sections as documented, rounded up to 64 bytes."""
+    """The sum of the sections as documented, rounded up to 64 bytes; a byte a dimension for the value mean."""
     rank = min(rank, dim)
     v_dim = dim + 6
     layout = RecordLayout(dim, v_dim, rank, value_mean)
     scales = 4 * (8 if rank <= 8 else 16)
-    used = rank * dim // 2 + PAGE * (rank + rank % 2) + dim + (v_dim if value_mean else 0) + 2 * scales
+    used = rank * dim // 2 + PAGE * (rank + rank % 2) + dim + 2 * scales
     assert layout.record_bytes % 64 == 0
     assert 0 <= layout.record_bytes - used < 64
 
@@ -233,7 +233,10 @@ def test_record_bytes(dim: int, rank: int, value_mean: bool) -> None:
     s = build_page_summaries(k, v, rank, value_mean=value_mean)
     assert record_of(s).shape == (4, 3, layout.record_bytes)
     assert record_of(s).dtype == torch.uint8
-    assert s.bytes_per_page == 3 * layout.record_bytes
+    assert (None if s.values is None else (s.values.shape, s.values.dtype)) == (
+        ((4, 3, v_dim), torch.int8) if value_mean else None
+    )
+    assert s.bytes_per_page == 3 * layout.summary_bytes == 3 * (layout.record_bytes + (v_dim if value_mean else 0))
     floats = build_page_summaries(k, v, rank, value_mean=value_mean, quantize=False)
     assert floats.bytes_per_page == 4 * 3 * (dim + dim * rank + PAGE * rank + (v_dim if value_mean else 0))
 
@@ -250,7 +253,7 @@ def test_record_reads_back_by_its_layout(kind: str, dim: int, rank: int, value_m
     s = build_page_summaries(k, v, rank, center=center, value_mean=value_mean)
     exact = build_page_summaries(k, v, rank, center=center, value_mean=value_mean, quantize=False)
 
-    f, scales = decode_record(record_of(s), dim, v_dim, rank, center, value_mean)
+    f, scales = decode_record(record_of(s), s.values, dim, v_dim, rank, center)
     assert np.array_equal(f64(s.basis), f.basis)
     assert np.array_equal(f64(s.coef), f.coef)
     assert_close(s.mu, f.mu, steps=0)  # one rounding: the centre is added
@@ -360,5 +363,7 @@ def test_summaries_are_packed_or_not() -> None:
     s = build_page_summaries(K, K, 8)
     with pytest.raises(ArgumentError, match="either record or factors"):
         dataclasses.replace(s, record=None)
+    with pytest.raises(ArgumentError, match="give values with a record"):
+        dataclasses.replace(s, values=None)
     with pytest.raises(ArgumentError, match="either record or factors"):
         dataclasses.replace(s, factors=build_page_summaries(K, K, 8, quantize=False).factors)

@@ -256,7 +256,7 @@ def summaries_and_factors(
     s = build_page_summaries(*kv.pages, rank, quantize=quantize, center=center)
     if s.record is not None:
         dim, v_dim = kv.k_cache.shape[2], kv.v_cache.shape[2]
-        return s, truth.decode_record(s.record, dim, v_dim, rank, s.center)[0]
+        return s, truth.decode_record(s.record, s.values, dim, v_dim, rank, s.center)[0]
     return s, truth.Factors(f64(s.mu), f64(s.basis), f64(s.coef), f64(s.value_mean))
 
 
@@ -440,7 +440,9 @@ def test_pages_without_a_summary_are_attended_and_not_estimated(tail: str) -> No
     missing = [5, 6, 11, 13]
     s.valid[kv.page_table[0, missing].long()] = False
     assert s.record is not None
+    assert s.values is not None
     s.record[kv.page_table[0, missing].long()] = 255
+    s.values[kv.page_table[0, missing].long()] = 127
     config = LocksConfig(rank=4, budget_tokens=80, tail_correction=tail)
     step = locks_decode_step(q, kv.k_cache, kv.v_cache, s, kv.page_table, kv.seq_lens, 0.125, config)
     assert step.pages[0].tolist() == [[0, 5, 6, 11, 19]] * 2  # page 13 is left: more such pages than the budget holds

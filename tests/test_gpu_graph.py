@@ -250,7 +250,7 @@ def test_padding_touches_only_page_0(rig: Rig) -> None:
     batch = rig.batch(0, [], 8)
     rig.requests.fill_(3)
     rig.lens.fill_(17)
-    state = [summaries.record, rig.pool.keys, rig.pool.values, *vars(summaries.flags).values()]
+    state = [summaries.record, rig.pool.keys, rig.pool.values, summaries.values, *vars(summaries.flags).values()]
     before = [x.clone() for x in state]
     counts = rig.backend.counters.snapshot()
     rig.replay(batch)

@@ -366,7 +366,7 @@ def summary_share(model: str) -> float:
 
     config = AutoConfig.from_pretrained(model)
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return RecordLayout(dim, dim, 8, True).record_bytes / (2 * 2 * PAGE * dim)
+    return RecordLayout(dim, dim, 8, True).summary_bytes / (2 * 2 * PAGE * dim)
 
 
 def tie(dense: dict[str, Any]) -> tuple[float, list[float]]:

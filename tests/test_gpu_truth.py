@@ -188,14 +188,17 @@ class Problem:
         self.whole = torch.cat([chain[: n // PAGE] for n, chain in zip(case.lengths, self.chains, strict=True)])
         layout = RecordLayout(dim, dim, case.rank)
         center = self.rows(self.k_cache, self.whole[:32]).mean((0, 1)).float()
-        record = torch.full((total, heads, layout.record_bytes), 0xFF, dtype=torch.uint8, device=DEVICE)
-        self.own(record)[self.whole - self.first_page] = 0
+        record, means = layout.empty(total, heads, device=DEVICE)
+        assert means is not None
+        for x in (record, means.view(torch.uint8)):
+            x.fill_(0xFF)
+            self.own(x)[self.whole - self.first_page] = 0
         valid = torch.zeros(total, dtype=torch.bool, device=DEVICE)
         assert runs_kernels(self.q, dim, dim, case.group)
-        build(self.k_cache, self.v_cache, self.whole, center, record, valid, layout)
+        build(self.k_cache, self.v_cache, self.whole, center, record, means, valid, layout)
         assert torch.equal(valid.nonzero().flatten(), self.whole.sort().values)
         valid[self.chains[0][case.lengths[0] // PAGE // 2]] = False
-        self.s = PageSummaries(layout, valid, center, record=record)
+        self.s = PageSummaries(layout, valid, center, record, means)
 
     @property
     def pages_at_a_time(self) -> int:
@@ -213,10 +216,12 @@ class Problem:
         """fp64 [n, P, H, D] of physical pages int64 [n]."""
         return self.own(self.paged(cache))[pages - self.first_page].view(cache.dtype).float().double()
 
-    def records(self, pages: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, H, bytes] of physical pages int64 [n]."""
+    def packed(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Records uint8 [n, H, bytes] and value means int8 [n, H, Dv] of physical pages int64 [n]."""
         assert self.s.record is not None
-        return self.own(self.s.record)[pages - self.first_page]
+        assert self.s.values is not None
+        record, means = (self.own(x)[pages - self.first_page] for x in (self.s.record, self.s.values))
+        return record, means
 
     @property
     def groups(self) -> Iterator[tuple[int, int, slice]]:
@@ -255,7 +260,7 @@ class Problem:
             q = self.q[b].double().view(case.heads, case.group, case.dim)
             for at in range(0, len(chain), self.pages_at_a_time):
                 pages = chain[at : at + self.pages_at_a_time]
-                f = unpack(self.records(pages), self.s.layout)
+                f = unpack(*self.packed(pages), self.s.layout)
                 centre = torch.einsum("nhd,hgd->hgn", f.mean.double() + self.s.center.double(), q)
                 along = torch.einsum("nhdr,hgd->hgnr", f.basis.double(), q)
                 logits = capped(scale * (centre[..., None] + torch.einsum("nhtr,hgnr->hgnt", f.coef.double(), along)), case.cap)
@@ -305,7 +310,7 @@ class Problem:
                 out = share[:, None] * out
                 for at in range(0, len(chain), self.pages_at_a_time):
                     part = slice(at, at + self.pages_at_a_time)
-                    means = unpack(self.records(chain[part])[:, h], self.s.layout).value_mean
+                    means = unpack(*(x[:, h] for x in self.packed(chain[part])), self.s.layout).value_mean
                     assert means is not None
                     # A page that is not whole has no weight, and a record that says nothing.
                     out += weight[:, part] @ means.double().nan_to_num()
@@ -431,9 +436,10 @@ def test_build(problem: Problem) -> None:
     p, case, layout = problem, problem.case, problem.s.layout
     order = torch.randperm(len(p.whole), generator=truth.generator(2))[: SAMPLE // case.heads]
     sample = p.whole[order.to(DEVICE)]
-    keys, values, record = (x.cpu() for x in (p.rows(p.k_cache, sample), p.rows(p.v_cache, sample), p.records(sample)))
-    described, scales = truth.decode_record(record, case.dim, case.dim, case.rank, p.s.center)
-    read = unpack(record, layout)
+    keys, values = (p.rows(cache, sample).cpu() for cache in (p.k_cache, p.v_cache))
+    record, means = (x.cpu() for x in p.packed(sample))
+    described, scales = truth.decode_record(record, means, case.dim, case.dim, case.rank, p.s.center)
+    read = unpack(record, means, layout)
     assert read.value_mean is not None
     for ours, theirs in ((read.basis, described.basis), (read.coef, described.coef), (read.value_mean, described.value_mean)):
         assert np.array_equal(f64(ours), theirs)
@@ -471,7 +477,7 @@ def test_build(problem: Problem) -> None:
     lost = outside(centred, span) / (1.02 * np.hypot(best, rounded) + 1e-4 * size)
     # So does the whole record beside the exact factors stored the same way.
     factors = PageFactors(*(torch.from_numpy(x).float() for x in (exact.mu, exact.basis, exact.coef, exact.value_mean)))
-    stored_best = unpack(pack(factors, layout), layout)
+    stored_best = unpack(*pack(factors, layout), layout)
     weight = 1 / np.maximum(size, 1e-30)[..., None, None]
     theirs, ours = (
         float(np.linalg.norm(weight * (centred - f64(f.coef) @ f64(f.basis).swapaxes(-1, -2)))) for f in (stored_best, read)

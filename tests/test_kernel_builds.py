@@ -29,6 +29,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.uint32: "*u32",
@@ -109,8 +110,8 @@ def off_lanes(ttgir: str) -> set[str]:
 
 def launch_build(dim: int, rank: int, dtype: torch.dtype) -> None:
     cache, layout = torch.zeros(32, 8, dim, dtype=dtype), RecordLayout(dim, dim, rank)
-    record = torch.zeros(2, 8, layout.record_bytes, dtype=torch.uint8)
-    build.build(cache, cache, torch.arange(2), torch.zeros(8, dim), record, torch.zeros(2, dtype=torch.bool), layout)
+    packed = layout.empty(2, 8, device="cpu")
+    build.build(cache, cache, torch.arange(2), torch.zeros(8, dim), *packed, torch.zeros(2, dtype=torch.bool), layout)
 
 
 def launch_step(
@@ -118,15 +119,15 @@ def launch_step(
 ) -> None:
     """Scan, select, attend and merge."""
     layout = RecordLayout(dim, dim, rank)
-    record = torch.zeros(2, heads, layout.record_bytes, dtype=torch.uint8)
-    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), record=record)
+    packed = layout.empty(2, heads, device="cpu")
+    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), *packed)
     q, cache = torch.zeros(batch, heads * group, dim, dtype=dtype), torch.zeros(32, heads, dim, dtype=dtype)
     table, held = torch.zeros(batch, 160, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
     scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=cap, tail=tail)
     ranked, tailed = select.page_keys(scores.lse, scores, held, 1, 1, heads, combine), tail != "off"
     pages, counts = select.top_pages(ranked, 128, weight=scores.weight if tailed else None)
     attended = attend.attend_parts(q, cache, cache, table, pages, counts, held.long(), 0.1, logit_cap=cap)
-    estimate = tail_sum.sum_tail(scores.weight, s, table, held, dtype) if tailed else None
+    estimate = tail_sum.sum_tail(scores.weight, scores.value_scale, s, table, held, dtype) if tailed else None
     merge.merge_parts(attended, torch.zeros_like(q), 1.0, estimate)
 
 
@@ -149,13 +150,14 @@ def launch_merge(dim: int, group: int, tail: str) -> None:
     """What FlashInfer leaves, merged with the tail."""
     heads = 4
     layout = RecordLayout(dim, dim, 8)
-    record = torch.zeros(2, heads, layout.record_bytes, dtype=torch.uint8)
-    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), record=record)
+    packed = layout.empty(2, heads, device="cpu")
+    s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), *packed)
     q = torch.zeros(8, heads * group, dim, dtype=torch.bfloat16)
     table, held = torch.zeros(8, 160, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
     scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=0.0, tail=tail)
     parts = attend.Parts(torch.zeros(8, heads, 1, group), None, q.view(8, heads, 1, group, dim), 1)
-    merge.merge_parts(parts, torch.zeros_like(q), 1.0, tail_sum.sum_tail(scores.weight, s, table, held, q.dtype))
+    estimate = tail_sum.sum_tail(scores.weight, scores.value_scale, s, table, held, q.dtype)
+    merge.merge_parts(parts, torch.zeros_like(q), 1.0, estimate)
 
 
 VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {

@@ -120,8 +120,8 @@ def quantised(kv: Paged, rank: int, *, value_mean: bool = True) -> PageSummaries
     dim = keys.shape[3]
     layout = RecordLayout(dim, values.shape[3], rank, value_mean)
     center = keys.nan_to_num().float().mean((0, 1))
-    record = pack(page_factors(keys, values, rank, center), layout)
-    return PageSummaries(layout, torch.ones(len(keys), dtype=torch.bool, device=DEVICE), center, record=record)
+    packed = pack(page_factors(keys, values, rank, center), layout)
+    return PageSummaries(layout, torch.ones(len(keys), dtype=torch.bool, device=DEVICE), center, *packed)
 
 
 def factors_of(s: PageSummaries) -> Factors:
@@ -166,18 +166,21 @@ def test_build(kind: str, dim: int, rank: int, dtype: torch.dtype) -> None:
     pages = torch.tensor([*kv.page_table[0, :3].tolist(), -1], device=DEVICE)
     layout = RecordLayout(dim, dim, rank)
     center = kv.pages[0].nan_to_num().float().mean((0, 1))
-    record = torch.full((5, 2, layout.record_bytes), 77, dtype=torch.uint8, device=DEVICE)
-    record[pages[:3]] = 0
+    record, stored = layout.empty(5, 2, device=DEVICE)
+    assert stored is not None
+    for x in (record, stored):
+        x.fill_(77)
+        x[pages[:3]] = 0
     valid = torch.zeros(5, dtype=torch.bool, device=DEVICE)
-    build(k_cache, v_cache, pages, center, record, valid, layout)
+    build(k_cache, v_cache, pages, center, record, stored, valid, layout)
 
     mine = pages[:3]
     assert valid.nonzero().flatten().tolist() == sorted(mine.tolist())
     others = [page for page in range(5) if page not in mine.tolist()]
-    assert (record[others] == 77).all()
+    assert all((x[others] == 77).all() for x in (record, stored))
     keys, values = (x[mine] for x in kv.pages)
     exact = page_factors(keys, values, rank, center)
-    got, want = unpack(record[mine], layout), unpack(pack(exact, layout), layout)
+    got, want = unpack(record[mine], stored[mine], layout), unpack(*pack(exact, layout), layout)
     assert got.value_mean is not None
     assert want.value_mean is not None
     for ours, theirs, spread in ((got.mean, want.mean, exact.mean), (got.value_mean, want.value_mean, exact.value_mean)):
@@ -207,17 +210,22 @@ def test_build_over_what_was_there(rank: int) -> None:
     gen = generator(rank)
     kv = make_paged("random", [32], 1, 64, gen)
     layout, pages, total = RecordLayout(64, 64, rank), kv.page_table[0, :2].long(), len(kv.k_cache) // PAGE
-    records = []
+    records, means = [], []
     for filled in (0, 255):
-        record = torch.full((total, 1, layout.record_bytes), filled, dtype=torch.uint8, device=DEVICE)
+        record, stored = layout.empty(total, 1, device=DEVICE)
+        assert stored is not None
+        for x in (record, stored):
+            x.view(torch.uint8).fill_(filled)
         valid = torch.zeros(total, dtype=torch.bool, device=DEVICE)
-        build(kv.k_cache, kv.v_cache, pages, torch.zeros(1, 64, device=DEVICE), record, valid, layout)
+        build(kv.k_cache, kv.v_cache, pages, torch.zeros(1, 64, device=DEVICE), record, stored, valid, layout)
         records.append(record[pages])
+        means.append(stored[pages])
     at, size = layout.sections["scales"]
     fresh, again = (x[..., at : at + size].view(torch.int16).view(2, 4, -1) for x in records)
     read = 8 if rank <= 8 else 10
     assert torch.equal(fresh[..., :read], again[..., :read])
     assert torch.equal(records[0][..., :at], records[1][..., :at])
+    assert torch.equal(*means)
 
 
 def test_build_contains_what_is_not_finite() -> None:
@@ -230,8 +238,11 @@ def test_build_contains_what_is_not_finite() -> None:
     assert torch.isnan(s.mu[0, 1]).all()
     assert (s.basis[0, 1] == 0).all()
     assert torch.isnan(s.value_mean[1, 0]).all()
-    assert torch.equal(s.record[0, 0], clean.record[0, 0])  # type: ignore[index]
-    assert torch.equal(s.record[1, 1], clean.record[1, 1])  # type: ignore[index]
+    for ours, untouched in ((s.record, clean.record), (s.values, clean.values)):
+        assert ours is not None
+        assert untouched is not None
+        assert torch.equal(ours[0, 0], untouched[0, 0])
+        assert torch.equal(ours[1, 1], untouched[1, 1])
     assert torch.equal(s.mu[1], clean.mu[1])
 
 
@@ -248,7 +259,7 @@ def test_build_where_eigenvalues_coincide(kind: str) -> None:
     for rank in (8, 15):
         got = build_page_summaries(keys, keys, rank)
         layout = got.layout
-        want = unpack(pack(page_factors(keys, keys, rank, torch.zeros(1, 64, device=DEVICE)), layout), layout)
+        want = unpack(*pack(page_factors(keys, keys, rank, torch.zeros(1, 64, device=DEVICE)), layout), layout)
         centred = truth.centred_pages(keys)
         misfit = [
             np.linalg.norm(centred - f64(coef) @ f64(basis).swapaxes(-1, -2))
@@ -435,6 +446,13 @@ def _store_layout(held_ptr, length_ptr, count_ptr, batch, TARGET: tl.constexpr, 
     tl.store(count_ptr + row, count, mask=row < batch)
 
 
+def items_of(held: torch.Tensor, heads: int, target: int, block: int) -> tuple[int, list[int]]:
+    """Pages an item, and items of each request and head, as `item_layout` cuts so many pages int32 [B]."""
+    length, count = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(held)
+    _store_layout[(1,)](held, length, count, len(held), target, heads, block)
+    return int(length), count.tolist()
+
+
 @pytest.mark.parametrize(
     ("pages", "heads"),
     [([65536], 4), ([8192] * 8, 4), ([2048] * 16, 8), ([1024] * 64, 8), ([16384] + [64] * 31, 8), ([0, 1], 2)],
@@ -443,10 +461,7 @@ def _store_layout(held_ptr, length_ptr, count_ptr, batch, TARGET: tl.constexpr, 
 def test_items_are_spread_evenly(pages: list[int], heads: int) -> None:
     """Programs that take the items in turn end together: none has much more than its share of the pages."""
     target, block = 396, 32
-    held = torch.tensor(pages, dtype=torch.int32, device=DEVICE)
-    length, count = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(held)
-    _store_layout[(1,)](held, length, count, len(pages), target, heads, block)
-    each, counts = int(length), count.tolist()
+    each, counts = items_of(torch.tensor(pages, dtype=torch.int32, device=DEVICE), heads, target, block)
     assert counts == [-(-n // each) for n in pages]
     items = sum(counts) * heads
     assert items <= scan_kernel.most_items(target, len(pages), heads)
@@ -474,11 +489,14 @@ def test_tail_sums(dim: int, group: int, dtype: torch.dtype) -> None:
     for request, length in enumerate(LENGTHS):
         weight[request, :, length // PAGE : -(-length // PAGE)] = -torch.inf
     weight = torch.where(torch.arange(weight.shape[2]) < kv.num_pages.cpu()[:, None, None], weight, torch.nan).to(DEVICE)
-    got = sum_tail(weight, s, kv.page_table, kv.num_pages, dtype)
+    assert s.record is not None
+    at = s.layout.sections["scales"][0] + 14
+    scale = s.record[..., at : at + 2].contiguous().view(torch.bfloat16)[..., 0].float()
+    listed = torch.arange(kv.page_table.shape[1], device=DEVICE) < kv.num_pages[:, None]
+    value_scale = scale[torch.where(listed, kv.page_table, 0).long()].transpose(1, 2).contiguous()
+    got = sum_tail(weight, value_scale, s, kv.page_table, kv.num_pages, dtype)
     # The longest request is the last one: its items lie behind those of all others, those of its first head together.
-    share = -(-int(kv.num_pages.sum()) * 2 // tail_kernel.TARGET)
-    length = -(-share // tail_kernel.N_BLOCK) * tail_kernel.N_BLOCK
-    items = [-(-int(n) // length) for n in kv.num_pages]
+    length, items = items_of(kv.num_pages, 2, tail_kernel.TARGET, tail_kernel.N_BLOCK)
     assert items[-1] > 1
     values = factors_of(s).value_mean
     assert values is not None
@@ -595,7 +613,7 @@ def test_strided_inputs() -> None:
         return torch.stack((x, torch.zeros_like(x)), -1)[..., 0]
 
     table, held, lens = (spread(x) for x in (kv.page_table, kv.num_pages, kv.seq_lens))
-    loose = PageSummaries(s.layout, spread(s.valid), spread(s.center), record=spread(s.record))  # type: ignore[arg-type]
+    loose = PageSummaries(s.layout, *(spread(x) for x in (s.valid, s.center, s.record, s.values)))  # type: ignore[arg-type]
     packed = page_lse(q, s, kv.page_table, kv.num_pages, 0.1, seq_lens=kv.seq_lens)
     assert torch.equal(page_lse(spread(q), loose, table, held, 0.1, seq_lens=lens), packed)
     pages, counts = select_pages(packed, kv.num_pages, 3, num_kv_heads=2)

@@ -99,7 +99,7 @@ def test_quantised(kind: str, dim: int, group: int, rank: int, centred: bool) ->
     }
 
     assert s.record is not None
-    f, _ = truth.decode_record(s.record, dim, dim // 2, rank, center)
+    f, _ = truth.decode_record(s.record, s.values, dim, dim // 2, rank, center)
     expected = truth.page_scores(f, q, kv.page_table, kv.num_pages, scale, seq_lens=kv.seq_lens, cap=cap)
     size = logit_size(q, kv.k_cache, scale) + 2 * logit_size(q, center, scale)
     assert_close(lse, expected.lse, size=size)
@@ -135,7 +135,7 @@ def test_logit_cap(cap: float, quantize: bool) -> None:
     lse = page_lse(q, s, kv.page_table, kv.num_pages, 0.25, logit_cap=cap)
     if quantize:
         assert s.record is not None
-        f, _ = truth.decode_record(s.record, 64, 64, 15, torch.zeros(2, 64))
+        f, _ = truth.decode_record(s.record, s.values, 64, 64, 15, torch.zeros(2, 64))
     else:
         f, _ = truth.svd_factors(*kv.pages, 15)
     expected = truth.page_scores(f, q, kv.page_table, kv.num_pages, 0.25, cap=cap).lse

@@ -237,9 +237,10 @@ def subspace_error(sigma: np.ndarray, rank: int) -> np.ndarray:
 
 
 def decode_record(
-    record: torch.Tensor, dim: int, v_dim: int, rank: int, center: torch.Tensor, value_mean: bool = True
+    record: torch.Tensor, means: torch.Tensor | None, dim: int, v_dim: int, rank: int, center: torch.Tensor
 ) -> tuple[Factors, dict[str, np.ndarray]]:
-    """Read packed records uint8 [N, H, bytes] by the documented layout; also the scales, by section."""
+    """Read packed records uint8 [N, H, bytes] and value means int8 [N, H, Dv] by the documented layout; also the scales, by
+    section."""
     data = record.cpu().numpy()
     at = 0
 
@@ -271,7 +272,8 @@ def decode_record(
     assert not coef[..., rank:].any(), "padding is not zero"
     coef = coef[..., :rank]
     mean = int8(dim)
-    values = int8(v_dim) if value_mean else None
+    values = None if means is None else f64(means)
+    assert values is None or values.shape == (*data.shape[:2], v_dim)
     each = 8 if rank <= 8 else 16
     stored = bf16(4 * each)
     scales = {"coef": np.empty((*data.shape[:2], PAGE)), "basis": np.empty((*data.shape[:2], rank))}

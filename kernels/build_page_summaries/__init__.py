@@ -57,13 +57,13 @@ def build_page_summaries(
     layout = RecordLayout(dim, v.shape[3], rank, value_mean)
     pages = k.shape[0]
     if quantize and runs_kernels(k, dim, v.shape[3], 1):
-        record = torch.zeros(pages, heads, layout.record_bytes, dtype=torch.uint8, device=k.device)
+        record, values = layout.empty(pages, heads, device=k.device)
         valid = torch.zeros(pages, dtype=torch.bool, device=k.device)
         slots = k.reshape(-1, heads, dim).contiguous(), v.reshape(-1, heads, v.shape[3]).contiguous()
-        build(*slots, torch.arange(pages, device=k.device), center.contiguous(), record, valid, layout)
-        return PageSummaries(layout, valid, center, record=record)
+        build(*slots, torch.arange(pages, device=k.device), center.contiguous(), record, values, valid, layout)
+        return PageSummaries(layout, valid, center, record, values)
     factors = page_factors(k, v, rank, center)
     valid = torch.ones(pages, dtype=torch.bool, device=k.device)
     if quantize:
-        return PageSummaries(layout, valid, center, record=pack(factors, layout))
+        return PageSummaries(layout, valid, center, *pack(factors, layout))
     return PageSummaries(layout, valid, center, factors=factors if value_mean else replace(factors, value_mean=None))

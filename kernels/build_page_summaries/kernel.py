@@ -80,6 +80,7 @@ def _build_pages(
     pages_ptr,
     center_ptr,
     record_ptr,
+    value_ptr,
     valid_ptr,
     k_slot,
     k_head,
@@ -96,7 +97,7 @@ def _build_pages(
     BASIS: tl.constexpr,
     COEF: tl.constexpr,
     MEAN: tl.constexpr,
-    VALUE: tl.constexpr,
+    VALUES: tl.constexpr,
     SCALES: tl.constexpr,
     EACH: tl.constexpr,
     SWEEPS: tl.constexpr,
@@ -178,10 +179,11 @@ def _build_pages(
     largest = tl.maximum(tl.max(tl.abs(mean_low), 0), tl.max(tl.abs(mean_high), 0))
     bits, divisor, usable = bf16_scale(largest, finite & (largest >= 0.0), 127)
     tl.store(scales + lane * EACH + 6, bits)
-    _store_levels(out + MEAN + half, mean_low, divisor, usable, inside)
-    _store_levels(out + MEAN + D // 2 + half, mean_high, divisor, usable, inside)
+    mean = out.to(tl.pointer_type(tl.int8)) + MEAN + half
+    _store_levels(mean, mean_low, divisor, usable, inside)
+    _store_levels(mean + D // 2, mean_high, divisor, usable, inside)
 
-    if VALUE >= 0:
+    if VALUES:
         dim = tl.arange(0, DV_BLOCK)
         within = dim < DV
         values = tl.load(v_ptr + slots[:, None] * v_slot + head * v_head + dim[None, :], mask=within[None, :], other=0.0)
@@ -189,7 +191,7 @@ def _build_pages(
         usable = tl.sum((tl.abs(value) < float("inf")).to(tl.int32), 0) == DV_BLOCK
         bits, divisor, usable = bf16_scale(tl.max(tl.abs(value), 0), usable, 127)
         tl.store(scales + lane * EACH + 7, bits)
-        _store_levels(out + VALUE + dim, value, divisor, usable, within)
+        _store_levels(value_ptr + (page * NUM_HEADS + head) * DV + dim, value, divisor, usable, within)
     if head == 0:
         tl.store(valid_ptr + page, 1)
 
@@ -199,7 +201,7 @@ def _store_levels(at, x, divisor, usable, mask):
     """Store x / divisor as int8, zeros where it cannot be used."""
     level = round_half_even(tl.div_rn(tl.where(usable, x, 0.0), divisor + tl.zeros_like(x)))
     level = tl.minimum(tl.maximum(level, -127.0), 127.0)
-    tl.store(at.to(tl.pointer_type(tl.int8)), level.to(tl.int8), mask=mask)
+    tl.store(at, level.to(tl.int8), mask=mask)
 
 
 def build(
@@ -208,15 +210,17 @@ def build(
     pages: torch.Tensor,
     center: torch.Tensor,
     record: torch.Tensor,
+    values: torch.Tensor | None,
     valid: torch.Tensor,
     layout: RecordLayout,
 ) -> None:
-    """Summarise physical pages into their records, in one launch and without waiting for the device.
+    """Write the summaries of physical pages, in one launch and without waiting for the device.
 
     Args:
         k_cache: float [slots, H, D]; v_cache: float [slots, H, Dv], innermost dimension contiguous.
         pages: int32 or int64 [n], physical pages; -1 for nothing to do.
-        center: fp32 [H, D]. record: uint8 [N, H, record_bytes], contiguous. valid: bool [N], set for these pages.
+        center: fp32 [H, D]. record: uint8 [N, H, record_bytes], contiguous. values: int8 [N, H, Dv], contiguous; None where the
+            layout has none. valid: bool [N], set for these pages.
     """
     heads = k_cache.shape[1]
     if pages.numel() == 0:
@@ -228,6 +232,7 @@ def build(
         pages,
         center,
         record,
+        record if values is None else values,
         valid.view(torch.uint8),
         k_cache.stride(0),
         k_cache.stride(1),
@@ -235,7 +240,9 @@ def build(
         v_cache.stride(1),
         NUM_HEADS=heads,
         HALF_BLOCK=max(16, half),
+        DV=layout.v_head_dim,
         DV_BLOCK=triton.next_power_of_2(layout.v_head_dim),
+        VALUES=values is not None,
         R_BLOCK=max(2, triton.next_power_of_2(layout.rank)),
         SWEEPS=SWEEPS,
         SMALL=SMALL,

@@ -1,4 +1,4 @@
-"""The packed summary record: its layout, and packing and unpacking in torch.
+"""The packed summary: its layout, and packing and unpacking in torch.
 
 One record describes one (page, KV head). Sections follow each other without gaps; the record is padded to 64 bytes so
 that a GPU reads it in whole sectors:
@@ -7,12 +7,14 @@ that a GPU reads it in whole sectors:
     coef         int8  [P/2, ceil(R/2), 2, 2]   of token t and column j at (t % 8, j // 2, t // 8, j % 2); zeros follow where R
                        is odd. A lane of a tensor core takes four of them, so they lie in one word
     mean         int8  [D]        key mean less the layer's centre
-    value mean   int8  [Dv]       only with `value_mean`
     scales       bf16  [4, 8]     [4, 16] where R > 8. Row c: of tokens 2c, 2c + 1, 2c + 8, 2c + 9, of columns 2c, 2c + 1,
                        of the mean and of the value mean, of columns 2c + 8, 2c + 9; zeros where there is nothing
 
 Scales stand in the order in which four lanes want them, and come last, so that at the usual head dimensions every long section
 starts on 16 bytes.
+
+The value mean, int8 [Dv], lies in an array of its own, its scale in the record: the scan, which reads every record, meets no
+gaps, and the tail correction, which reads every value mean and learns the scales from the scan, none either.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ class RecordLayout:
         head_dim: D, a multiple of 4.
         v_head_dim: Dv, even.
         rank: R, 1 to min(15, D): a centred page of 16 tokens has rank 15 at most.
-        value_mean: whether the record ends with the value mean, which the tail correction needs.
+        value_mean: whether there is a value mean, which the tail correction needs.
     """
 
     head_dim: int
@@ -61,8 +63,6 @@ class RecordLayout:
             "coef": PAGE_SIZE * (self.rank + self.rank % 2),
             "mean": self.head_dim,
         }
-        if self.value_mean:
-            sizes["value_mean"] = self.v_head_dim
         sizes["scales"] = 8 * self.scales_each
         offsets, at = {}, 0
         for name, size in sizes.items():
@@ -81,16 +81,27 @@ class RecordLayout:
         used = sum(size for _, size in self.sections.values())
         return -(-used // ALIGNMENT) * ALIGNMENT
 
-    @cached_property
-    def key_constants(self) -> dict[str, int]:
-        """What a kernel that reads the keys' part is compiled with: sizes, and byte offsets of its sections."""
-        offsets = {name.upper(): offset for name, (offset, _) in self.sections.items() if not name.startswith("value")}
-        return offsets | {"RECORD": self.record_bytes, "D": self.head_dim, "R": self.rank, "EACH": self.scales_each}
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one value mean; 0 where there is none."""
+        return self.v_head_dim if self.value_mean else 0
+
+    @property
+    def summary_bytes(self) -> int:
+        """Bytes of one page and KV head in all."""
+        return self.record_bytes + self.value_bytes
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """The same for a kernel of the whole record; -1 for the value mean that is not there."""
-        return self.key_constants | {"DV": self.v_head_dim, "VALUE": self.sections.get("value_mean", (-1, 0))[0]}
+        """What a kernel that reads or writes records is compiled with: sizes, and byte offsets of the sections."""
+        offsets = {name.upper(): offset for name, (offset, _) in self.sections.items()}
+        return offsets | {"RECORD": self.record_bytes, "D": self.head_dim, "R": self.rank, "EACH": self.scales_each}
+
+    def empty(self, *lead: int, device: torch.device | str) -> "tuple[torch.Tensor, torch.Tensor | None]":
+        """Room for packed summaries, all zero: records uint8 [..., record_bytes], value means int8 [..., Dv] or None."""
+        record = torch.zeros(*lead, self.record_bytes, dtype=torch.uint8, device=device)
+        values = torch.zeros(*lead, self.v_head_dim, dtype=torch.int8, device=device) if self.value_mean else None
+        return record, values
 
 
 @dataclass(frozen=True)
@@ -133,8 +144,9 @@ def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
-    """Quantise factors with leading shape [...] into uint8 [..., record_bytes]."""
+def pack(factors: PageFactors, layout: RecordLayout) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Quantise factors with leading shape [...] into records uint8 [..., record_bytes] and value means int8 [..., Dv], or
+    None."""
     half = layout.head_dim // 2
     basis, basis_scale = quantize(factors.basis.transpose(-1, -2), -1, 7)
     nibbles = basis.to(torch.int8).view(torch.uint8) & 15
@@ -148,7 +160,6 @@ def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
     if layout.value_mean:
         require(factors.value_mean is not None, "the layout stores a value mean but none was given")
         value, value_scale = quantize(factors.value_mean, -1, 127)
-        parts["value_mean"] = _bytes_of(value.to(torch.int8))
     lead = factors.mean.shape[:-1]
     columns = torch.nn.functional.pad(basis_scale, (0, layout.scales_each - layout.rank)).unflatten(-1, (-1, 4, 2))
     scales = torch.zeros(*lead, 4, layout.scales_each, dtype=torch.bfloat16, device=factors.mean.device)
@@ -160,14 +171,16 @@ def pack(factors: PageFactors, layout: RecordLayout) -> torch.Tensor:
     if layout.rank > 8:
         scales[..., 8:10] = columns[..., 1, :, :]
     parts["scales"] = _bytes_of(scales).flatten(-2)
-    record = torch.zeros(*lead, layout.record_bytes, dtype=torch.uint8, device=factors.mean.device)
+    record, values = layout.empty(*lead, device=factors.mean.device)
     for name, (offset, size) in layout.sections.items():
         record[..., offset : offset + size] = parts[name]
-    return record
+    if values is not None:
+        values.copy_(value)
+    return record, values
 
 
-def unpack(record: torch.Tensor, layout: RecordLayout) -> PageFactors:
-    """fp32 factors [...] of packed records uint8 [..., record_bytes]."""
+def unpack(record: torch.Tensor, values: torch.Tensor | None, layout: RecordLayout) -> PageFactors:
+    """fp32 factors [...] of packed records uint8 [..., record_bytes] and value means int8 [..., Dv], or None."""
 
     def section(name: str) -> torch.Tensor:
         offset, size = layout.sections[name]
@@ -187,5 +200,5 @@ def unpack(record: torch.Tensor, layout: RecordLayout) -> PageFactors:
     by_lane = int8("coef").view(*lead, PAGE_SIZE // 2, (layout.rank + 1) // 2, 2, 2)
     coef = by_lane.movedim(-2, -4).flatten(-4, -3).flatten(-2)[..., : layout.rank] * of_tokens.unsqueeze(-1)
     mean = int8("mean") * scales[..., 0, 6:7]
-    value_mean = int8("value_mean") * scales[..., 0, 7:8] if layout.value_mean else None
+    value_mean = None if values is None else values.float() * scales[..., 0, 7:8]
     return PageFactors(mean, basis, coef, value_mean)

@@ -16,7 +16,8 @@ class PageSummaries:
         layout: sizes of the record.
         valid: bool [N]; a page that is not valid has no summary and is attended, never scored.
         center: fp32 [H, D], subtracted from every key mean before it is stored.
-        record: uint8 [N, H, record_bytes], packed; or None.
+        record: uint8 [N, H, record_bytes], packed; or None. values: int8 [N, H, Dv], the value means that go with it, if the
+            layout has them.
         factors: fp32 factors [N, H, ...], not quantised; or None. Exactly one of `record` and `factors` is given.
     """
 
@@ -24,10 +25,13 @@ class PageSummaries:
     valid: torch.Tensor
     center: torch.Tensor
     record: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     factors: PageFactors | None = None
 
     def __post_init__(self) -> None:
         require((self.record is None) != (self.factors is None), "give either record or factors, not both or neither")
+        stored = self.record is not None and self.layout.value_mean
+        require((self.values is not None) == stored, "give values with a record whose layout has value means, and only then")
 
     @property
     def num_pages(self) -> int:
@@ -43,7 +47,7 @@ class PageSummaries:
     def bytes_per_page(self) -> int:
         """Bytes that the summaries of one page, all H heads, take in memory."""
         if self.record is not None:
-            return self.num_kv_heads * self.layout.record_bytes
+            return self.num_kv_heads * self.layout.summary_bytes
         n = self.layout
         floats = n.head_dim * (1 + n.rank) + PAGE_SIZE * n.rank + (n.v_head_dim if n.value_mean else 0)
         return self.num_kv_heads * floats * 4
@@ -53,14 +57,17 @@ class PageSummaries:
         head = torch.arange(self.num_kv_heads, device=pages.device)[:, None]
         at = (pages.unsqueeze(1), head)
         if self.record is not None:
-            return unpack(self.record[at], self.layout)
+            return unpack(self.record[at], None if self.values is None else self.values[at], self.layout)
         assert self.factors is not None
         f = self.factors
         value_mean = None if f.value_mean is None else f.value_mean[at]
         return PageFactors(f.mean[at], f.basis[at], f.coef[at], value_mean)
 
     def _all(self) -> PageFactors:
-        return unpack(self.record, self.layout) if self.record is not None else self.factors  # type: ignore[return-value]
+        if self.record is not None:
+            return unpack(self.record, self.values, self.layout)
+        assert self.factors is not None
+        return self.factors
 
     @property
     def mu(self) -> torch.Tensor:

@@ -237,7 +237,7 @@ def _masses_of_lane(
     return new_tops, new_masses
 
 
-@triton.jit(do_not_specialize=["batch", "table_row", "lse_row", "lse_head"])
+@triton.jit(do_not_specialize=["batch", "table_row", "lse_row", "lse_head", "scale_head"])
 def _scan_pages(
     q_ptr,
     record_ptr,
@@ -248,6 +248,7 @@ def _scan_pages(
     lens_ptr,
     lse_ptr,
     weight_ptr,
+    scale_ptr,
     peak_ptr,
     sum_ptr,
     batch,
@@ -258,6 +259,7 @@ def _scan_pages(
     table_row,
     lse_row,
     lse_head,
+    scale_head,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     RECORD: tl.constexpr,
@@ -349,6 +351,10 @@ def _scan_pages(
                 # Row c of the scales of page r, to be picked for the page at hand.
                 scales = load_words((record + SCALES + c * (2 * EACH)).to(tl.pointer_type(tl.int32)), EACH // 2)
                 valid = tl.load(valid_ptr + page).to(tl.int32)
+                if TAIL > 0:
+                    # That of the value mean of page r, for the sum of the tail, which then needs no record.
+                    scaled = scale_ptr + (row64 * NUM_HEADS + head) * scale_head + begin + place
+                    tl.store(scaled, high_bf16(scales[3]), mask=(c == 0) & (begin + place < end))
                 product = _meet(upper, lower, mean, WORDS, NATIVE)
                 offset, known = (), ()
                 for i in tl.static_range(OWN):
@@ -418,13 +424,14 @@ class Scan:
     """What one scan leaves on the device, all fp32.
 
     lse [B, Hq, Nmax]: as `page_lse`, written where a page is listed and nowhere else. weight [B, Hq, Nmax]: natural log of its
-    tail weight, likewise; `lse` itself without a tail.
+    tail weight, likewise, and value_scale [B, H, Nmax] the scale of its value mean; `lse` itself without a tail.
     peak, total [items, G]: largest page log-sum-exp of an item, and sum of exp(lse - peak). target: into about how many items
     `item_layout` cut the pages.
     """
 
     lse: torch.Tensor
     weight: torch.Tensor
+    value_scale: torch.Tensor
     peak: torch.Tensor
     total: torch.Tensor
     target: int
@@ -483,8 +490,8 @@ def scan(
     items = most_items(target, batch, heads)
     # Not filled: past the pages of a request, up to Nmax, lies most of what the longest context allows.
     lse = floats(batch, query_heads, n_max)
-    weight = lse if tail == "off" else torch.empty_like(lse)
-    made = Scan(lse, weight, floats(items, group), floats(items, group), target)
+    weight, value_scale = (lse, lse) if tail == "off" else (torch.empty_like(lse), floats(batch, heads, n_max))
+    made = Scan(lse, weight, value_scale, floats(items, group), floats(items, group), target)
     _scan_pages[(target,)](
         q,
         record,
@@ -495,6 +502,7 @@ def scan(
         num_pages if seq_lens is None else seq_lens,
         made.lse,
         made.weight,
+        made.value_scale,
         made.peak,
         made.total,
         batch,
@@ -505,6 +513,7 @@ def scan(
         page_table.stride(0),
         lse.stride(0),
         lse.stride(1),
+        n_max,
         NUM_HEADS=heads,
         GROUP=group,
         TAIL=TAILS.index(tail),
@@ -515,7 +524,7 @@ def scan(
         WARPS=WARPS,
         TARGET=target,
         STAGES=STAGES,
-        **layout.key_constants,
+        **layout.constants,
         **chained(),
         num_warps=WARPS,
         maxnreg=registers,

@@ -16,10 +16,11 @@ N_BLOCK = 128
 """Pages that a program takes in one step."""
 
 
-@triton.jit(do_not_specialize=["batch", "weight_row", "weight_head", "table_row"])
+@triton.jit(do_not_specialize=["batch", "weight_row", "weight_head", "scale_head", "table_row"])
 def _sum_tail(
     weight_ptr,
-    record_ptr,
+    scale_ptr,
+    mean_ptr,
     table_ptr,
     held_ptr,
     peak_ptr,
@@ -28,15 +29,13 @@ def _sum_tail(
     batch,
     weight_row,
     weight_head,
+    scale_head,
     table_row,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     G_BLOCK: tl.constexpr,
-    RECORD: tl.constexpr,
     DV: tl.constexpr,
     DV_BLOCK: tl.constexpr,
-    VALUE: tl.constexpr,
-    SCALES: tl.constexpr,
     BF16: tl.constexpr,
     B_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
@@ -51,6 +50,7 @@ def _sum_tail(
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         end = tl.minimum(number * length + length, tl.sum(tl.where(row == request, pages, 0), 0))
         table = table_ptr + request.to(tl.int64) * table_row
+        scales = scale_ptr + (request * NUM_HEADS + head).to(tl.int64) * scale_head
         weights = weight_ptr + request.to(tl.int64) * weight_row + (head * GROUP + group)[:, None].to(tl.int64) * weight_head
         peak = tl.full([G_BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([G_BLOCK], tl.float32)
@@ -59,12 +59,11 @@ def _sum_tail(
             logical = begin + tl.arange(0, N_BLOCK)
             live = logical < end
             weight = tl.load(weights + logical[None, :], mask=mine[:, None] & live[None, :], other=float("-inf"))
-            # Page 0, which stands for no page, has a record to be read; nothing of it counts.
-            record = record_ptr + (tl.load(table + logical, mask=live, other=0).to(tl.int64) * NUM_HEADS + head) * RECORD
-            scale = tl.load(record.to(tl.pointer_type(tl.bfloat16)) + SCALES // 2 + 7).to(tl.float32)
+            # Page 0, which stands for no page, has a value mean to be read; nothing of it counts.
+            mean = mean_ptr + (tl.load(table + logical, mask=live, other=0).to(tl.int64) * NUM_HEADS + head) * DV
+            scale = tl.load(scales + logical, mask=live, other=0.0)
             scale = tl.where(tl.abs(scale) < float("inf"), scale, 0.0)
-            at = record.to(tl.pointer_type(tl.int8))[:, None] + (VALUE + dim)[None, :]
-            levels = load_section(at, (dim < DV)[None, :], DV_BLOCK == DV)
+            levels = load_section(mean[:, None] + dim[None, :], (dim < DV)[None, :], DV_BLOCK == DV)
 
             new = tl.maximum(peak, tl.max(weight, 1))
             base = tl.where(new == float("-inf"), 0.0, new)
@@ -104,18 +103,24 @@ class TailParts:
 
 
 def sum_tail(
-    weight: torch.Tensor, s: PageSummaries, page_table: torch.Tensor, num_pages: torch.Tensor, dtype: torch.dtype
+    weight: torch.Tensor,
+    value_scale: torch.Tensor,
+    s: PageSummaries,
+    page_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    dtype: torch.dtype,
 ) -> TailParts:
     """Sum the tail.
 
     Args:
         weight: fp32 [B, Hq, Nmax], natural log of every page's weight, innermost dimension contiguous; -inf where a page has
             none or was read.
+        value_scale: fp32 [B, H, Nmax], contiguous: scale of every page's value mean, as the scan found it.
         s: packed summaries with value means.
         page_table: int32 [B, Nmax], innermost dimension contiguous. num_pages: int32 [B], at most Nmax.
         dtype: of the model; bf16 sums on tensor cores.
     """
-    assert s.record is not None
+    assert s.values is not None
     batch, query_heads, _ = weight.shape
     heads, layout = s.num_kv_heads, s.layout
     group, items = query_heads // heads, most_items(TARGET, batch, heads)
@@ -124,10 +129,10 @@ def sum_tail(
         return torch.empty(items, group, *shape, dtype=torch.float32, device=weight.device)
 
     made = TailParts(floats(), floats(), floats(layout.v_head_dim), num_pages)
-    sizes = layout.constants
     _sum_tail[(TARGET,)](
         weight,
-        s.record.contiguous(),
+        value_scale,
+        s.values.contiguous(),
         page_table,
         num_pages,
         made.peak,
@@ -136,15 +141,13 @@ def sum_tail(
         batch,
         weight.stride(0),
         weight.stride(1),
+        value_scale.stride(1),
         page_table.stride(0),
         NUM_HEADS=heads,
         GROUP=group,
         G_BLOCK=max(8, triton.next_power_of_2(group)),
-        RECORD=sizes["RECORD"],
         DV=layout.v_head_dim,
         DV_BLOCK=triton.next_power_of_2(layout.v_head_dim),
-        VALUE=sizes["VALUE"],
-        SCALES=sizes["SCALES"],
         BF16=dtype == torch.bfloat16,
         B_BLOCK=batch_block(batch),
         N_BLOCK=N_BLOCK,

@@ -254,7 +254,13 @@ class CapturedRun:
             seq_lens=self.num_tokens - LATE_QUERIES + 1 + torch.arange(LATE_QUERIES, device=queries.device),
             sm_scale=float(layer.scaling),
             logit_cap=float(layer.logit_cap or 0.0),
-            summaries=PageSummaries(served.layout, valid, served.center, record=served.record[self._pages]),
+            summaries=PageSummaries(
+                served.layout,
+                valid,
+                served.center,
+                served.record[self._pages],
+                None if served.values is None else served.values[self._pages],
+            ),
         )
 
     def _prompt_rows(self, buffer: torch.Tensor) -> torch.Tensor:

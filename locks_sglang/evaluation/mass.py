@@ -264,7 +264,7 @@ def _report(
     result: MassResult, identity: Mapping[str, Any], config: LocksConfig, replay_error: float, seconds: Mapping[str, float]
 ) -> str:
     model, text = identity["model"], identity["text"]
-    with_values = RecordLayout(result.head_dim, result.v_head_dim, 8).record_bytes
+    with_values = RecordLayout(result.head_dim, result.v_head_dim, 8).summary_bytes
     lines = [
         f"Attention mass captured by the selected pages: {model['name']}, {text['tokens']:,} tokens of {text['name']}, "
         f"{len(result.layers)} of {model['layers']} layers",

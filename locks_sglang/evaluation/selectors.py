@@ -71,7 +71,7 @@ def locks_selector(rank: int, head_dim: int, v_head_dim: int) -> Selector:
         summaries = layer.summaries
         if summaries.layout.rank != rank:
             built = build_page_summaries(layer.keys, layer.values, rank, center=summaries.center, value_mean=False)
-            summaries = PageSummaries(built.layout, summaries.valid, built.center, record=built.record)
+            summaries = PageSummaries(built.layout, summaries.valid, built.center, record=built.record, values=built.values)
         return page_lse(
             layer.queries,
             summaries,
@@ -82,7 +82,7 @@ def locks_selector(rank: int, head_dim: int, v_head_dim: int) -> Selector:
             logit_cap=layer.logit_cap,
         )
 
-    size = RecordLayout(head_dim, v_head_dim, rank, value_mean=False).record_bytes
+    size = RecordLayout(head_dim, v_head_dim, rank, value_mean=False).summary_bytes
     return Selector(f"locks-r{rank}", f"locks r={rank}", size, score)
 
 
