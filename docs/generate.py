@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from locks_sglang import metrics
 from locks_sglang.config import LocksConfig, flag_name, variable_name
 from locks_sglang.support import GPU_VERIFIED, markdown_matrix
 
@@ -59,6 +60,7 @@ def mass_table() -> str:
 SECTIONS = {
     ROOT / "README.md": {"settings": settings_table, "matrix": markdown_matrix, "gpu-line": gpu_line},
     ROOT / "docs" / "method.md": {"measured": mass_table},
+    ROOT / "docs" / "metrics.md": {"metrics": metrics.markdown_table},
 }
 
 

@@ -1,10 +1,50 @@
-"""What the backend did, counted on the host. One object a process, shared by the backend's instances."""
+"""What the backend did: counted on the host, but for what only the device knows. One object a process, shared by the backend's
+instances."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+DENSE_REASONS = ("short", "mixed")
+"""Why a decode row ran dense: below `min_context_tokens`, or part of a mixed batch."""
+
+
+class LateCount:
+    """A counter on the device, read without waiting: what one call asks for, a later one finds copied to the host.
+
+    Args:
+        count: int64 [1], which only grows; the copy needs no order against the steps that add to it.
+    """
+
+    def __init__(self, count: torch.Tensor) -> None:
+        self._count = count
+        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=count.is_cuda)
+        self._copied = torch.cuda.Event() if count.is_cuda else None
+        self._copying = False
+        self._asked = False
+        self._value = 0
+
+    def ask(self) -> None:
+        """Start a copy, or where one is under way have `value` start another after it."""
+        self._asked = True
+        self._start()
+
+    def value(self) -> int:
+        """The last value that has arrived; 0 before the first."""
+        if self._copying and (self._copied is None or self._copied.query()):
+            self._value, self._copying = int(self._host), False
+            self._start()
+        return self._value
+
+    def _start(self) -> None:
+        if not self._asked or self._copying:
+            return
+        self._host.copy_(self._count, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._count.device))
+        self._copying, self._asked = True, False
 
 
 @dataclass
@@ -13,7 +53,7 @@ class Counters:
 
     Attributes:
         decode_steps: decode steps of any kind.
-        sparse_rows, dense_rows: decode rows by path; dense ones by reason ("short", "mixed").
+        sparse_rows, dense_rows: decode rows by path; dense ones by reason, of `DENSE_REASONS`.
         pages_held, pages_read: over sparse rows, 16-token pages that the request has and that each KV head reads.
         built: per layer, pages summarised because a step filled them. reused: cached prefix pages that requests started
             with. rebuilt: pages whose KV had arrived without a forward pass.
@@ -36,6 +76,11 @@ class Counters:
     mismatched: int = 0
     mixed_decode_requests: frozenset[str] = frozenset()
     invalid_pages: torch.Tensor | None = None
+
+    @property
+    def pages_built(self) -> int:
+        """Pages summarised because a step filled them: every layer summarises the same ones."""
+        return max(self.built.values(), default=0)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers, for `/server_info`. Waits for the device."""

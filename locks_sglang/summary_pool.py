@@ -41,6 +41,7 @@ class SummaryPool:
         center: fp32 [L, H, D], mean key of the first pages that the layer built; fixed from then on.
         builds, reuses: int32 [N]: builds of the page that steps planned since its first token was written, and requests that
             started with the page in their cached prefix since then.
+        kv_bytes_per_page: bytes of the keys and values of one page, all layers and heads.
         counters: what the backends on this pool did.
         flags: `valid`, `builds`, `reuses` and the counter of invalid pages, as a decode step's plan takes them.
         last_audit: what the last audit found; None before there was one.
@@ -55,6 +56,7 @@ class SummaryPool:
         heads, dim = keys.shape[1:]
         self.layout = RecordLayout(dim, values.shape[2], config.rank, config.value_mean)
         self.num_pages = keys.shape[0] // PAGE_SIZE
+        self.kv_bytes_per_page = PAGE_SIZE * self.num_layers * (keys[0].nbytes + values[0].nbytes)
         device = keys.device
         self.record, self.values = self.layout.empty(self.num_layers, self.num_pages, heads, device=device)
         self.valid = torch.zeros(self.num_layers, self.num_pages, dtype=torch.bool, device=device)

@@ -4,12 +4,16 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from locks_sglang.benchmarks.serve import client_environment
 
@@ -54,6 +58,35 @@ def counters(url: str) -> dict[str, Any]:
     """What `locks` counted; empty for another backend."""
     state = server_info(url)["internal_states"][0]
     return dict(state["locks"]["counters"]) if "locks" in state else {}
+
+
+Series = dict[str, list[tuple[dict[str, str], float]]]
+"""What `/metrics` tells: labels and value of every series, by metric."""
+
+
+def scraped(url: str) -> Series:
+    """One scrape."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=REQUEST_S) as answer:
+        text = answer.read().decode()
+    found: Series = defaultdict(list)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name].append((sample.labels, sample.value))
+    return dict(found)
+
+
+def scraped_at(url: str, metric: str, value: float, timeout_s: float = 20.0) -> Series:
+    """A scrape of an idle server that has told this value of a metric without labels of its own: then it has told all.
+
+    Raises:
+        TimeoutError: it has not told it in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if [told for _, told in scraped(url).get(metric, ())] == [value]:
+            return scraped(url)
+        time.sleep(0.05)
+    raise TimeoutError(f"{metric} is {scraped(url).get(metric)}, not {value}")
 
 
 def generate(url: str, prompt: Sequence[int], new_tokens: int, *, candidates: bool = True, to_end: bool = False) -> Answer:

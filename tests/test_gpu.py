@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import scenarios
+import torch
 from worker import Worker
+
+from locks_sglang.counters import LateCount
 
 pytestmark = pytest.mark.gpu
 
@@ -160,3 +163,20 @@ def test_prefill_graph_capture_leaves_no_trace(model_path: str) -> None:
         worker.call(scenarios.reuse_is_exact)
     finally:
         worker.close()
+
+
+def test_a_device_counter_is_read_without_waiting() -> None:
+    """While the stream is busy nothing waits for it, and what it counts is told once it is there."""
+    count = torch.zeros(1, dtype=torch.int64, device="cuda")
+    late = LateCount(count)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(1 << 30)  # cycles, about half a second
+        count.add_(5)
+        late.ask()
+        assert late.value() == 0
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert late.value() == 5

@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from starts import SGLANG, model_folder, run_all
 
 from locks_sglang.backend import LocksAttnBackend
+from locks_sglang.patches import metrics
 from locks_sglang.seams import Seam, all_seams, version_key
 from locks_sglang.support import NOT_IN_EVERY_VERSION, check_arguments
 
@@ -221,6 +222,19 @@ AROUND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ),
         {},
     ),
+    (
+        "report_decode_stats",
+        (
+            SimpleNamespace(
+                scheduler=SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=object)),
+                forward_ct_decode=40,
+                decode_log_interval=40,
+                current_scheduler_metrics_enabled=True,
+            ),
+            True,
+        ),
+        {"running_batch": object()},
+    ),
     ("RotaryEmbedding.__init__", (object(), 64, 64, 4096, 10000), {"is_neox_style": True}),
     ("get_last_loc", (torch.zeros(2, 4), torch.zeros(1), torch.ones(1)), {}),
     ("alloc_extend", (SimpleNamespace(device="cpu"), *(torch.ones(1) for _ in range(5)), 1), {}),
@@ -258,6 +272,10 @@ def test_after_hooks_leave_other_backends_alone() -> None:
     batch = SimpleNamespace(token_to_kv_pool_allocator=allocator)
     assert hook("mix_with_running")(None, batch, SimpleNamespace(reqs=[])) is None
     assert hook("_resolve_lora_variant")("lora", SimpleNamespace(attn_backend=SimpleNamespace()), object()) is None
+    reporter = SimpleNamespace(scheduler=batch, current_scheduler_metrics_enabled=True)
+    assert hook("report_prefill_stats")(None, reporter, batch, object(), True) is None
+    assert hook("_maybe_log_idle_metrics")(None, reporter) is None
+    assert set(vars(reporter)) == {"scheduler", "current_scheduler_metrics_enabled"}
     state = SimpleNamespace(internal_state={})
     assert hook("get_internal_state")(state, batch) is None
     assert state.internal_state == {}
@@ -492,6 +510,26 @@ def test_graph_capture_in_every_release(wheel: Wheel) -> None:
     assert isinstance(found, ast.ClassDef)
     fields = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     assert fields == {"runner", "memory_phase", "memory_usage_gb", "capture_time"}
+
+
+@pytest.mark.network
+def test_reports_in_every_release(wheel: Wheel) -> None:
+    """What the hooks around SGLang's reports read of a reporter and a collector, and the line that they extend."""
+    text = wheel.text(wheel.file(metrics.REPORTER) or "")
+    for name in ("scheduler", "metrics_collector"):
+        assert re.search(rf"^    {name}: ", text, re.MULTILINE), name
+    for name in ("current_scheduler_metrics_enabled", "decode_log_interval", "forward_ct_decode"):
+        assert f"        self.{name} = " in text, name
+    assert "\nlogger = logging.getLogger(__name__)\n" in text
+    decode, _ = wheel.find(f"{metrics.REPORTER}.SchedulerMetricsReporter.report_decode_stats")
+    assert decode is not None
+    source = ast.unparse(decode)
+    assert f"msg = f'{metrics.DECODE_LINE}" in source
+    assert source.count("logger.info(msg)") == 1
+    assert "if self.forward_ct_decode % self.decode_log_interval != 0:\n        return" in source
+    collector = wheel.text(wheel.file("sglang.srt.observability.metrics_collector") or "")
+    for line in ("    _counter_cls = None\n", "    _gauge_cls = None\n", "        self.labels = labels\n"):
+        assert line in collector
 
 
 def test_versions_are_compared_by_their_numbers() -> None:

@@ -6,31 +6,33 @@ import pydoc_data.topics
 import re
 import subprocess
 import sys
-import urllib.request
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import dashboard
 import openai
 import pytest
+from live import Series, scraped_at, server_info
 
 from locks_sglang.audit import KEY_VARIABLE
 from locks_sglang.cli import main as audit
 from locks_sglang.demo import ask
+from locks_sglang.metrics import METRICS, PREFIX
 from locks_sglang.serving import serving
 
 pytestmark = pytest.mark.server
 
 COMMON = ["--device", "cpu", "--dtype", "float32", "--attention-backend", "locks", "--max-total-tokens", "8192"]
 ADMIN_KEY = "of the tests"
+LAYERS, HEADS, DIM = 30, 3, 64  # of SmolLM2-135M
+RECORD = 576  # bytes of a summary of rank 8 at this head dimension
+BUDGET = 512
+LOG_INTERVAL = 4
 LAUNCHERS = {
     "launch_server": [sys.executable, "-m", "sglang.launch_server", "--model-path"],
     "sglang serve": [str(Path(sys.executable).with_name("sglang")), "serve", "--model-path"],
 }
-
-
-def server_info(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url + "/server_info", timeout=60) as answer:
-        return dict(json.load(answer))
 
 
 def document(characters: int) -> str:
@@ -69,18 +71,76 @@ def check_audit(url: str, stored: int, capsys: pytest.CaptureFixture[str], monke
     assert (counters["audits"], counters["summaries_mismatched"]) == (2, 0)
 
 
+class Truth:
+    """What the metrics must have grown by, counted from the lengths of prompts and answers alone."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.shares: list[float] = []
+
+    def add_turn(self, prompt: int, cached: int, steps: int) -> None:
+        """A turn of one request: tokens of its prompt, of these from the cache, and decode steps, each of one more token."""
+        held = [-(-(prompt + step) // 16) for step in range(1, steps + 1)]
+        read = [min(pages, BUDGET // 16) for pages in held]
+        self.shares += [100 * one / pages for one, pages in zip(read, held, strict=True)]
+        self.counts.update(
+            decode_steps_total=steps,
+            sparse_rows_total=steps,
+            pages_held_total=sum(held),
+            pages_read_total=sum(read),
+            kv_bytes_saved_total=(sum(held) - sum(read)) * LAYERS * HEADS * 16 * 2 * DIM * 4,  # float32 keys and values
+            summary_bytes_read_total=sum(pages - 1 for pages in held) * LAYERS * HEADS * RECORD,
+            summaries_built_total=(prompt + steps) // 16 - cached // 16,
+            summaries_reused_total=cached // 16,
+        )
+
+
+def check_metrics(before: Series, after: Series, truth: Truth) -> None:
+    """Every series of ours: once, with SGLang's labels, and exactly what the test counted."""
+    ((labels, _),) = after["sglang:gen_throughput"]
+    for metric in METRICS:
+        series = after[PREFIX + metric.name]
+        own = [tuple(told[name] for name in metric.labels) for told, _ in series]
+        assert [{name: told[name] for name in told if name not in metric.labels} for told, _ in series] == [labels] * len(own)
+        if metric.name == "build_info":
+            ((told, value),) = series
+            assert value == 1
+            expected = {"rank": "8", "budget_tokens": str(BUDGET), "basis_bits": "4", "coefficient_bits": "8"}
+            assert told.items() >= expected.items()
+        elif metric.name == "summary_bytes":
+            assert [value for _, value in series] == [(8192 // 16 + 1) * LAYERS * HEADS * RECORD]
+        else:
+            assert sorted(own) == ([("mixed",), ("short",)] if metric.name == "dense_rows_total" else [()])
+            first = before[PREFIX + metric.name]
+            grown = [value - earlier for (_, value), (_, earlier) in zip(series, first, strict=True)]
+            assert grown == [truth.counts[metric.name]] * len(grown), metric.name
+
+
+def check_decode_lines(log: str, shares: Sequence[float]) -> None:
+    """Every decode line ends with the share of pages read since the last; those within a turn have the share of its steps."""
+    lines = re.findall(r"Decode batch.*", log)
+    told = [re.search(r", locks pages read: ([\d.]+)%$", line) for line in lines]
+    assert all(told), lines
+    within = [match for match in told if match and min(shares) - 0.05 <= float(match[1]) <= max(shares) + 0.05]
+    assert max(shares) < 50
+    # A line may also cover steps of two requests, at the beginning and at the end of a turn.
+    assert len(within) >= len(shares) // LOG_INTERVAL - 4, (lines, shares)
+
+
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_launchers_serve_multi_turn_chat(
     launcher: str, model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streamed turns over one document: the second finds the first in the cache and builds no summary for it."""
-    command = [*LAUNCHERS[launcher], model_path, *COMMON, "--locks-budget-tokens", "512", "--enable-cache-report"]
-    command += ["--admin-api-key", ADMIN_KEY]
+    command = [*LAUNCHERS[launcher], model_path, *COMMON, "--locks-budget-tokens", str(BUDGET), "--enable-cache-report"]
+    command += ["--admin-api-key", ADMIN_KEY, "--enable-metrics", "--decode-log-interval", str(LOG_INTERVAL)]
     log = tmp_path / "server.log"
     with serving(command, log, {**os.environ, "HF_HUB_OFFLINE": "1"}, lambda phase: None) as url:
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=300)
         state = server_info(url)["internal_states"][0]["locks"]
-        assert state["config"]["budget_tokens"] == 512
+        assert state["config"]["budget_tokens"] == BUDGET
+        at_first = scraped_at(url, "locks:decode_steps_total", state["counters"]["decode_steps"])
+        truth = Truth()
         messages: list[dict[str, str]] = [{"role": "user", "content": document(5000) + "\nWhat is an assert statement?"}]
         usages = []
         for _ in range(2):
@@ -103,7 +163,10 @@ def test_launchers_serve_multi_turn_chat(
             cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
             usages.append((usage.prompt_tokens, cached))
             # Every decode step stores one token, the surplus one of overlap scheduling too.
-            stored = usage.prompt_tokens + after["decode_steps"] - before["decode_steps"]
+            steps = after["decode_steps"] - before["decode_steps"]
+            assert usage.completion_tokens - 1 <= steps <= usage.completion_tokens
+            truth.add_turn(usage.prompt_tokens, cached, steps)
+            stored = usage.prompt_tokens + steps
             assert after["summaries_reused"] - before["summaries_reused"] == cached // 16
             for layer, count in after["summaries_built"].items():
                 assert count - before["summaries_built"].get(layer, 0) == stored // 16 - cached // 16
@@ -111,15 +174,21 @@ def test_launchers_serve_multi_turn_chat(
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Give an example."}]
         assert usages[0][1] == 0
         assert usages[1][1] >= usages[0][0] // 16 * 16
+        told = scraped_at(url, "locks:decode_steps_total", after["decode_steps"])
+        check_metrics(at_first, told, truth)
+        assert dashboard.unanswered({metric: [labels for labels, _ in series] for metric, series in told.items()}) == []
         if launcher == "launch_server":
             check_what_the_judge_asks(client, messages[:1])
             check_audit(url, usages[1][0], capsys, monkeypatch)
+            ((_, mismatched),) = scraped_at(url, "locks:audits_total", 2)["locks:summaries_mismatched_total"]
+            assert mismatched == 0
         info = server_info(url)
         assert info["internal_states"][0]["locks"]["counters"]["pages_read"] > 0
     text = log.read_text()
     assert "Failed to" not in text
     assert len(re.findall(r"locks config [0-9a-f]{12}: ", text)) == 1
     assert len(re.findall(r"--page-size is 16", text)) == 1
+    check_decode_lines(text, truth.shares)
 
 
 def test_engine_serves(model_path: str) -> None:
