@@ -148,7 +148,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "audits_total",
-        "Audits (locks-sglang audit): times that stored summaries were compared with fresh ones.",
+        "Audits by the canary (locks-sglang audit): times that stored summaries were compared with fresh ones.",
         lambda r: r.counters.audits,
     ),
     Metric(

@@ -38,7 +38,7 @@ def _reporting(reporter: Any) -> _Reporting | None:
         return None
     from ..metrics import Exporter, ReadShare
 
-    # Of the ranks that have no series in SGLang's metrics there are none here either.
+    # A rank without series in SGLang's metrics has none here either.
     told = reporter.current_scheduler_metrics_enabled
     found = _Reporting(ReadShare(summaries.counters), Exporter(summaries, reporter.metrics_collector) if told else None)
     setattr(reporter, ATTRIBUTE, found)
