@@ -121,7 +121,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "summary_bytes",
         "Bytes of memory for summaries on this rank, of all pages that the KV cache has.",
-        lambda r: r.summaries.record.numel(),
+        lambda r: r.summaries.nbytes,
         constant=True,
     ),
     Metric(
