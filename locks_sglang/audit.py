@@ -163,12 +163,10 @@ def _owned(scheduler: Any) -> Iterator[tuple[str, int, list[int]]]:
     batches = (scheduler.running_batch, scheduler.last_batch)
     requests = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
     for request in requests.values():
-        # The last token of an answer is sampled and not stored; while there is none, the tree holds what is.
-        stored = len(request.origin_input_ids) + len(request.output_ids) - 1
         row = table_row(request)
-        if row is None or request.finished() or not request.output_ids or stored < PAGE_SIZE:
+        if row is None or request.finished():
             continue
-        slots = table[row, : stored // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE]
+        slots = table[row, : stored_tokens(request) // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE]
         yield f"request {request.rid}", 0, (slots // PAGE_SIZE).tolist()
 
 
@@ -177,6 +175,15 @@ def table_row(request: Any) -> int | None:
     KV."""
     holder = request if hasattr(request, "req_pool_idx") else request.kv
     return None if holder is None else holder.req_pool_idx
+
+
+def stored_tokens(request: Any) -> int:
+    """Tokens of one of SGLang's requests that are in the cache once the last launched step is through.
+
+    Not its tokens less the one that was sampled last: a retracted request that is prefilled again, in chunks, has an answer.
+    """
+    holder = request if hasattr(request, "kv_committed_len") else request.kv
+    return 0 if holder is None else int(holder.kv_committed_len)
 
 
 def main(argv: Sequence[str]) -> int:

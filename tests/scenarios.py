@@ -336,11 +336,13 @@ def audit_covers_running_requests(server: InProcessServer) -> None:
 
 
 def retraction_keeps_summaries(server: InProcessServer) -> None:
-    """SGLang takes a decoding request's pages away and serves it again: same answers as undisturbed, all summaries right."""
+    """SGLang takes a decoding request's pages away and serves it again, in chunks, its cached prefix being gone too: same
+    answers as undisturbed, all summaries right, and no audit in between misses one."""
     import sglang.srt.managers.scheduler as scheduling
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     server.flush_cache()
-    prompts = [text_tokens(server, 300, skip=skip) for skip in (700, 4100)]
+    prompts = [text_tokens(server, 300, skip=700), text_tokens(server, 1300, skip=4100)]
     undisturbed = [server.generate([prompt], 16)[0].output_ids for prompt in prompts]
     server.flush_cache()
     requests: list[Request] = []
@@ -353,12 +355,18 @@ def retraction_keeps_summaries(server: InProcessServer) -> None:
         while not any(request.req.retraction_count for request in requests):
             yield
         scheduling.TEST_RETRACT = False
+        server.tree.evict(EvictParams(num_tokens=len(prompts[1])))
+        answered = len(requests[1].output_ids)
+        while len(requests[1].output_ids) == answered:
+            yield
+            found = audit(server.scheduler)
+            assert (found.mismatched, found.unsummarised) == (0, 0)
 
     try:
         server.run(retract_once())
     finally:
         scheduling.TEST_RETRACT = False
-    assert sum(request.req.retraction_count for request in requests) == 1
+    assert [request.req.retraction_count for request in requests] == [0, 1]
     assert [request.output_ids for request in requests] == undisturbed
     assert_summaries_are_fresh(server)
 
