@@ -302,6 +302,29 @@ def test_dirty_pages_are_rebuilt_before_they_are_scored(arrival: str) -> None:
     assert bench.backend.counters.snapshot()["invalid_pages"] == 0
 
 
+def test_a_load_that_starts_after_a_step_is_marked_again() -> None:
+    """HiCache queued it for a request that was not let in: a step of others uses the mark up before the KV is there."""
+    from locks_sglang.patches.kv_arrival import after_load, start_loading
+
+    bench = Bench(budget_tokens=64)
+    bench.step([0, 1], [0, 0], [320, 100], ForwardMode.EXTEND)
+    pages = bench.complete_pages(0, 320)
+    slots = (pages[3:9, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()
+    controller = SimpleNamespace(mem_pool_device=bench.kv_pool, load_queue=[SimpleNamespace(device_indices=slots)])
+
+    def transfer(controller: Any) -> int:
+        for layer in range(LAYERS):
+            bench.kv_pool.k_buffer[layer][slots] *= -3
+        return 0
+
+    after_load(slots, controller)
+    bench.step([1], [100], [101], ForwardMode.DECODE)
+    assert start_loading(transfer, controller) == 0
+    bench.step([0], [320], [321], ForwardMode.DECODE)
+    assert bench.backend.summaries.verify(pages) == []
+    assert bench.backend.counters.snapshot()["invalid_pages"] == 0
+
+
 def test_invalid_pages_are_attended_and_counted() -> None:
     """A page without a summary is read although its budget would not have chosen it, and shows up in the counter."""
     bench = Bench(budget_tokens=64, tail_correction="off")

@@ -235,6 +235,14 @@ AROUND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         ),
         {"running_batch": object()},
     ),
+    *(
+        (
+            f"{kind}.start_loading",
+            (SimpleNamespace(mem_pool_device=object(), load_queue=[SimpleNamespace(device_indices=0)]),),
+            {},
+        )
+        for kind in ("HiCacheController", "HybridCacheController")
+    ),
     ("RotaryEmbedding.__init__", (object(), 64, 64, 4096, 10000), {"is_neox_style": True}),
     ("get_last_loc", (torch.zeros(2, 4), torch.zeros(1), torch.ones(1)), {}),
     ("alloc_extend", (SimpleNamespace(device="cpu"), *(torch.ones(1) for _ in range(5)), 1), {}),
