@@ -5,11 +5,26 @@ import json
 from pathlib import Path
 
 from locks_sglang import metrics
+from locks_sglang.benchmarks.decode import MODELS, Shape
 from locks_sglang.config import LocksConfig, flag_name, variable_name
-from locks_sglang.support import GPU_VERIFIED, markdown_matrix
+from locks_sglang.kernels.build_page_summaries import RecordLayout
+from locks_sglang.kernels.common import PAGE_SIZE
+from locks_sglang.seams import all_seams
+from locks_sglang.support import CPU_VERIFIED, FEATURES, GPU_VERIFIED, markdown_matrix
 
 ROOT = Path(__file__).resolve().parent.parent
-MASS = ROOT / "benchmarks" / "results" / "eval_mass_smollm2_prose.json"
+DOCS = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+MASS = RESULTS / "eval_mass_smollm2_prose.json"
+DECODE = RESULTS / "decode.jsonl"
+KERNELS = RESULTS / "kernels.jsonl"
+
+RANKS = (8, 4, 2)
+"""Ranks that `locks-sglang bench` times."""
+CACHE_GIB = 40
+"""Memory for which the table of models says how many tokens fit."""
+LONG = 131072
+"""Context for which it says what one decode step reads."""
 
 
 def settings_table() -> str:
@@ -27,6 +42,132 @@ def gpu_line() -> str:
     if GPU_VERIFIED:
         return f"Verified on a GPU with SGLang {', '.join(GPU_VERIFIED)}; other versions log one warning there."
     return "No SGLang version has been verified on a GPU with this release; a GPU start logs one warning."
+
+
+def version_line() -> str:
+    """How far which SGLang versions were tested."""
+    return f"The tests run with SGLang {' and '.join(CPU_VERIFIED)} on CPU. {gpu_line()}"
+
+
+def short_matrix() -> str:
+    """The support matrix without reasons and tests: one paragraph a status."""
+    heads = {"works": "**Works**", "dense": "**Runs dense, counted**", "refused": "**Refused at start**"}
+    # What is named by "this" says in its reason which ones are tested.
+    names = {f.name: f"{f.name} ({f.reason})" if f.name.startswith("this ") else f.name for f in FEATURES}
+    return "\n\n".join(
+        f"{head}: {'; '.join(names[feature.name] for feature in FEATURES if feature.status == status)}."
+        for status, head in heads.items()
+    )
+
+
+def model_shape(name: str) -> Shape:
+    """What a model of `benchmarks/models` keeps in its cache, from its own configuration."""
+    config = json.loads((MODELS / name / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    return Shape(config["num_hidden_layers"], kv_heads, heads // kv_heads, config["head_dim"])
+
+
+def summary_bytes(shape: Shape, rank: int, value_mean: bool = True) -> int:
+    """Bytes of the summaries of one page, all layers and KV heads."""
+    return shape.layers * shape.heads * RecordLayout(shape.dim, shape.dim, rank, value_mean).summary_bytes
+
+
+def memory_table() -> str:
+    """What summaries cost and save, for the models of `benchmarks/models`."""
+    budget = LocksConfig().budget_tokens
+    bytes_rows = [
+        f"| model | layers, KV heads, D | KV cache | {' | '.join(f'summaries, r = {rank}' for rank in RANKS)} |",
+        "|---|---|---|" + "---|" * len(RANKS),
+    ]
+    saved_rows = [
+        f"| model | tokens in {CACHE_GIB} GiB, dense | with summaries "
+        f"| a step at {tokens_short(LONG)} reads, dense | with locks |",
+        "|---|---|---|---|---|",
+    ]
+    for name in sorted(folder.name for folder in MODELS.iterdir()):
+        shape = model_shape(name)
+        token = shape.cache_bytes(1)
+        summaries = [-(-summary_bytes(shape, rank) // PAGE_SIZE) for rank in RANKS]
+        each = " | ".join(f"{value:,} ({value / token:.1%})" for value in summaries)
+        bytes_rows.append(f"| {name} | {shape.layers}, {shape.heads}, {shape.dim} | {token:,} | {each} |")
+        fit = " | ".join(f"{CACHE_GIB * 2**30 // cost:,}" for cost in (token, token + summaries[0]))
+        reads = " | ".join(f"{read / 2**30:.2f} GiB" for read in (LONG * token, LONG * summaries[0] + budget * token))
+        saved_rows.append(f"| {name} | {fit} | {reads} |")
+    return "\n".join(
+        [
+            "Bytes a token, all layers, bf16 cache, value means included; in brackets the share of the KV cache:\n",
+            *bytes_rows,
+            f"\nWith rank {RANKS[0]} and a budget of {budget} tokens, one request:\n",
+            *saved_rows,
+        ]
+    )
+
+
+def tokens_short(tokens: int) -> str:
+    """16K, 128K, 1M."""
+    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}K"
+
+
+def decode_tables() -> str:
+    """Time a token by context and backend, from the results file: one table a model, GPU, SGLang and batch."""
+    groups: dict[tuple[str, ...], dict[int, dict[str, dict[str, float]]]] = {}
+    for line in DECODE.read_text().splitlines():
+        row = json.loads(line)
+        versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items() if number)
+        group = groups.setdefault((row["model"], row["gpu"], versions, row["batch"]), {})
+        group.setdefault(row["context"], {})[row["backend"]] = row["token_ms"]  # the latest of a size counts
+    parts = []
+    for (model, gpu, versions, batch), contexts in groups.items():
+        names = sorted({name for found in contexts.values() for name in found} - {"locks", "none"})
+        rows = [
+            f"| context | {' | '.join([*names, 'locks', 'no attention'])} | fastest dense / locks |",
+            "|---|" + "---|" * (len(names) + 3),
+        ]
+        for context, found in sorted(contexts.items()):
+            cells = [
+                f"{found[name]['p50']:.2f} ({found[name]['p99']:.2f})" if name in found else ""
+                for name in (*names, "locks", "none")
+            ]
+            dense = [found[name]["p50"] for name in names if name in found]
+            ratio = f"{min(dense) / found['locks']['p50']:.2f}" if dense and "locks" in found else ""
+            rows.append(f"| {tokens_short(context)} | {' | '.join(cells)} | {ratio} |")
+        parts.append(
+            f"Shape of {model}, batch {batch}, {gpu}, {versions}. Milliseconds a token, median (p99).\n\n" + "\n".join(rows)
+        )
+    return "\n\n".join([*parts, f"From `{DECODE.relative_to(ROOT)}`, whose rows name the command and the commit."])
+
+
+def kernel_table() -> str:
+    """Time of every kernel by shape and context, from the results file."""
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
+    machines = set()
+    for line in KERNELS.read_text().splitlines():
+        row = json.loads(line)
+        machines.add(f"{row['gpu']}, torch {row['torch']}, Triton {row['triton']}, commit {row['commit']}")
+        size = (row["heads"], row["group"], row["dim"], row["rank"], row["batch"], row["budget_pages"], row["context"])
+        cells.setdefault(size, {})[row["kernel"]] = row["us"]
+    names = list(dict.fromkeys(name for found in cells.values() for name in found))
+    rows = [
+        f"| H, G, D | rank | batch | pages read | context | {' | '.join(names)} |",
+        "|---|---|---|---|---|" + "---|" * len(names),
+    ]
+    for (heads, group, dim, rank, batch, pages, context), found in cells.items():
+        times = " | ".join(f"{found[name]:,.1f}" if name in found else "" for name in names)
+        rows.append(f"| {heads}, {group}, {dim} | {rank} | {batch} | {pages} | {tokens_short(context)} | {times} |")
+    return (
+        f"Microseconds a layer, median, launch included, cold L2 cache: {'; '.join(sorted(machines))}. "
+        f"From `{KERNELS.relative_to(ROOT)}`.\n\n" + "\n".join(rows)
+    )
+
+
+def seam_table() -> str:
+    """Where SGLang is entered."""
+    rows = ["| target, under `sglang.srt` | how | SGLang | device | what it changes |", "|---|---|---|---|---|"]
+    for seam in all_seams():
+        first, end = seam.versions
+        versions = " ".join(filter(None, [first and f"from {first}", end and f"below {end}"])) or "all"
+        rows.append(f"| `{seam.target.removeprefix('sglang.srt.')}` | {seam.kind} | {versions} | {seam.device} | {seam.why} |")
+    return "\n".join(rows)
 
 
 def mass_table() -> str:
@@ -58,20 +199,33 @@ def mass_table() -> str:
 
 
 SECTIONS = {
-    ROOT / "README.md": {"settings": settings_table, "matrix": markdown_matrix, "gpu-line": gpu_line},
-    ROOT / "docs" / "method.md": {"measured": mass_table},
-    ROOT / "docs" / "metrics.md": {"metrics": metrics.markdown_table},
+    ROOT / "README.md": {
+        "settings": settings_table,
+        "matrix": short_matrix,
+        "gpu-line": gpu_line,
+        "speed": decode_tables,
+    },
+    DOCS / "configuration.md": {"settings": settings_table},
+    DOCS / "support.md": {"versions": version_line, "matrix": markdown_matrix},
+    DOCS / "serving.md": {"gpu-line": gpu_line, "memory": memory_table},
+    DOCS / "quality.md": {"measured": mass_table},
+    DOCS / "speed.md": {"decode": decode_tables, "kernels": kernel_table},
+    DOCS / "metrics.md": {"metrics": metrics.markdown_table},
+    DOCS / "architecture.md": {"seams": seam_table},
 }
 
 
 def render(page: Path) -> str:
-    """A document with its generated sections filled in."""
+    """A document with its generated sections filled in.
+
+    Raises:
+        ValueError: a section's marks are not in it.
+    """
     text = page.read_text()
     for name, make in SECTIONS[page].items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, _, rest = text.partition(begin)
-        after = rest.partition(end)[2]
-        text = f"{before}{begin}\n{make()}\n{end}{after}"
+        at = text.index(begin) + len(begin)
+        text = f"{text[:at]}\n{make()}\n{text[text.index(end, at) :]}"
     return text
 
 
