@@ -1,8 +1,12 @@
-"""What is built and installed: wheel, source distribution, wheel of the source distribution, editable; and what is not."""
+"""What is built and installed: wheel, source distribution, wheel of the source distribution, editable; and what is not.
+
+`make release-check` runs this file alone.
+"""
 
 import ast
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from pages import image, the_command
 from starts import clean_environment
 
 from locks_sglang import __version__
@@ -179,6 +184,48 @@ def test_entry_point_loads_after_install(built: Path, python: str, tmp_path: Pat
     assert run(str(script), "--version", cwd=tmp_path, env=clean_environment()).strip() == f"locks-sglang {__version__}"
 
 
+@pytest.mark.parametrize("where", ["README", "image"])
+def test_pip_lines_install_this_package_alone(where: str, copy: Path, python: str) -> None:
+    """The pages' line and that of `examples/Dockerfile`, in an environment that sees SGLang, without an index.
+
+    pip resolves every dependency, and finds what is there enough. That it builds with the setuptools here stands for the one
+    that it would fetch.
+    """
+    words = shlex.split(the_command("pip install .")) if where == "README" else image()[0]
+    assert words[:2] == ["pip", "install"]
+    target = words[-1]
+    assert target == ("." if where == "README" else "/opt/locks-sglang")
+    run(
+        python, "-m", *words[:-1], "--quiet", "--no-index", "--no-build-isolation", str(copy), cwd=copy, env=clean_environment()
+    )
+    folder = next((Path(python).parents[1] / "lib").glob("python*")) / "site-packages"
+    assert {found.name for found in folder.glob("*.dist-info")} == {f"locks_sglang-{__version__}.dist-info"}
+
+
+@WHEELS
+def test_doctor_answers_in_a_bare_environment(built: Path, kind: str, tmp_path: Path) -> None:
+    """Without SGLang, or any package at all: the command is there, says what is missing, and ends with 1."""
+    folder = tmp_path / "bare"
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder))
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    run(*pip, str(wheel(built, kind)), env=clean_environment())
+    command = [str(folder / "bin" / "locks-sglang"), "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"})
+    assert done.returncode == 1, done.stderr
+    assert "PROBLEM  SGLang is not installed\nFIX      pip install 'sglang>=0.5.17,<0.5.24'" in done.stdout
+    assert f"locks-sglang      {__version__}" in done.stdout
+
+
 @pytest.mark.parametrize("how", [["-c", "import kernels; print(kernels.__file__)"], ["-m", "probe"]], ids=["-c", "-m"])
 def test_import_kernels_from_the_repository_root(how: list[str], tmp_path: Path) -> None:
     """`kernels` is a package that SGLang and transformers import: the folder of that name here must not answer for it."""
@@ -199,6 +246,9 @@ def test_linked_folders_are_no_packages_of_their_own() -> None:
 
 def test_version_is_the_same_everywhere() -> None:
     assert f'\nversion = "{__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == __version__
 
 
 def test_kernels_import_neither_sglang_nor_the_configuration() -> None:
