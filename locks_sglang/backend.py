@@ -14,7 +14,7 @@ from .kernels.common import PAGE_SIZE
 from .kernels.common.capability import runs_kernels
 from .kernels.common.side_stream import SideStream
 from .kernels.decode_plan import DecodeBuffers, plan_decode
-from .kernels.locks_decode import locks_decode_step
+from .kernels.locks_decode import DecodeStep, locks_decode_step
 from .kernels.sparse_decode import FlashInferDecode
 from .plan import DecodePlan, ExtendPlan, plan_extend
 from .summary_pool import SummaryPool
@@ -353,8 +353,15 @@ class LocksAttnBackend(AttentionBackend):
             self.kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         with self._building.beside():
             self.summaries.build(layer.layer_id, buffers.filled)
-        step = locks_decode_step(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        step = self._step(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, plan)
+        self._building.join()
+        return step.out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+
+    def _step(self, q: torch.Tensor, layer: Any, plan: DecodePlan) -> DecodeStep:
+        """Sparse attention of one layer for queries [B, Hq, D]; `locks-sglang eval map` looks at what it chose."""
+        buffers = plan.buffers
+        return locks_decode_step(
+            q,
             self.kv_pool.get_key_buffer(layer.layer_id),
             self.kv_pool.get_value_buffer(layer.layer_id),
             self.summaries.layer(layer.layer_id),
@@ -366,8 +373,6 @@ class LocksAttnBackend(AttentionBackend):
             num_pages=buffers.num_pages,
             attend=plan.attend,
         )
-        self._building.join()
-        return step.out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def _check(self, layer: Any, sinks: Any) -> None:
         """Refuse what the method does not cover: a layer once, sinks, which come with the call, always."""

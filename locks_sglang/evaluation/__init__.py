@@ -1,1 +1,4 @@
 """Quality measured on keys, queries and values of real served runs: `locks-sglang eval`."""
+
+ATTENTION_MAP = "attention_map"
+"""What a results file of `eval map` calls its kind."""

@@ -30,7 +30,7 @@ SPARE_TOKENS = 256
 TIMEOUT_S = 3600.0
 
 
-def _cpu_arguments(num_tokens: int) -> dict[str, Any]:
+def cpu_arguments(num_tokens: int) -> dict[str, Any]:
     """Server arguments for a CPU: float32, which every processor computes well, and the prompt in one prefill step, since
     SGLang's dense CPU attention recomputes the prefix for every chunk. The default memory fraction sets aside 1.5 MB for
     each token of such a step, which a CPU does not need and a small machine does not have."""
@@ -156,7 +156,7 @@ class CapturedRun:
             max_running_requests=1,
             max_total_tokens=self.num_tokens + SPARE_TOKENS,
             log_level="warning",
-            **(_cpu_arguments(self.num_tokens) if device == "cpu" else {}),
+            **(cpu_arguments(self.num_tokens) if device == "cpu" else {}),
         )
         context = self.server.scheduler.model_config.context_len
         if self.num_tokens + NEW_TOKENS > context:

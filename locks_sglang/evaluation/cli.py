@@ -1,12 +1,16 @@
 """`locks-sglang eval`: quality measured on real served runs."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..benchmarks.kernels import whole
 from ..config import ConfigError
 from ..models import ModelError
+
+DEFAULT_MAP = Path("benchmarks/results/attention_map.json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,18 +25,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="locks-sglang eval", description=__doc__)
     commands = parser.add_subparsers(dest="evaluation", required=True)
     text = "attention mass that page selection captures, by method and budget"
-    mass = commands.add_parser("mass", help=text, description=f"Measure the {text}, on keys and queries of a served run.")
-    _add_run_options(mass)
-    _add_layer_options(mass)
-    given = parser.parse_args(argv)
+    of_mass = commands.add_parser("mass", help=text, description=f"Measure the {text}, on keys and queries of a served run.")
+    _add_run_options(of_mass)
+    _add_layer_options(of_mass)
+    text = "pages that each KV head reads while one request is answered"
+    of_map = commands.add_parser(
+        "map", help=text, description=f"Record the {text}, for `locks-sglang report`. The file holds the text of the request."
+    )
+    _add_run_options(of_map)
+    _add_map_options(of_map)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    given = parser.parse_args(arguments)
+    given.command = shlex.join(["locks-sglang", "eval", *arguments])
 
     # Imported only now, so that --help needs neither torch nor SGLang.
+    from . import attention_map, mass
     from .capture import CaptureError
-    from .mass import run
     from .text import TextError
 
     try:
-        return run(given)
+        return (mass.run if given.evaluation == "mass" else attention_map.run)(given)
     except (ConfigError, ModelError, TextError, CaptureError) as error:
         print(f"locks-sglang eval {given.evaluation}: {error}", file=sys.stderr)
         return 2
@@ -65,6 +77,14 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS,...",
         help="tokens that a KV head may read (default: 64,128,256,512,1024,2048)",
     )
+
+
+def _add_map_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the map of pages, which is worth nothing without its file."""
+    parser.add_argument("--question", default="", metavar="TEXT", help="ask this about the text (default: have it continued)")
+    parser.add_argument("--new-tokens", type=whole(2, 4096), default=64, metavar="N", help="most of the answer (%(default)s)")
+    parser.add_argument("--budget", type=int, metavar="TOKENS", help="that a KV head may read (default: as configured)")
+    parser.set_defaults(json=DEFAULT_MAP)
 
 
 def _layer_step(value: str) -> int:
