@@ -234,10 +234,19 @@ def _ask(url: str, pages: int, timeout: float) -> list[dict[str, Any]]:
 
 def _audits(url: str, timeout: float) -> list[Any]:
     """Last audit of every scheduler, None where there was none."""
-    states = _call(f"{url}/server_info", timeout)["internal_states"]
-    if not all("locks" in state for state in states):
+    return [state["audit"] for state in states(url, timeout)]
+
+
+def states(url: str, timeout: float) -> list[dict[str, Any]]:
+    """What `locks` tells of itself on a running server, scheduler by scheduler: settings, sizes, counters, the last audit.
+
+    Raises:
+        AuditError: the server cannot be asked, or serves without `locks`.
+    """
+    told = _call(f"{url}/server_info", timeout)["internal_states"]
+    if not all("locks" in state for state in told):
         raise AuditError("this server does not run --attention-backend locks")
-    return [state["locks"]["audit"] for state in states]
+    return [dict(state["locks"]) for state in told]
 
 
 def _call(url: str, timeout: float, body: dict[str, Any] | None = None) -> Any:

@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": (".demo", "serve a small model with locks and hold a chat over a long document"),
     "eval": (".evaluation.cli", "measure the method on real keys"),
     "bench": (".benchmarks.cli", "time every kernel, whole models' decode, or the real server"),
+    "report": (".report.cli", "draw one HTML page from results: speed, quality, memory, where a request looked"),
     "audit": (".audit", "have a running server check its summaries against their pages"),
     "run": (".run", "run a module, e.g. sglang.benchmark.one_batch, with SGLang's plugins loaded"),
 }

@@ -38,7 +38,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"locks-sglang {__version__}"
 
 
-@pytest.mark.parametrize("command", ["audit", "bench", "doctor", "run"])
+@pytest.mark.parametrize("command", ["audit", "bench", "doctor", "report", "run"])
 def test_options_after_a_command_are_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

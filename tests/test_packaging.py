@@ -131,6 +131,7 @@ def test_wheel_holds_the_package_alone(built: Path, kind: str) -> None:
     shapes = [file.relative_to(ROOT).as_posix() for file in (ROOT / "benchmarks" / "models").glob("*/config.json")]
     assert shapes
     assert {f"locks_sglang/{shape}" for shape in shapes} <= set(names)
+    assert {"locks_sglang/report/style.css", "locks_sglang/report/map.js"} <= set(names)
     assert f"locks_sglang-{__version__}.dist-info/licenses/LICENSE" in names
     assert "locks_sglang/kernels/__init__.py" not in names
     assert "locks_sglang/patches/__init__.py" not in names

@@ -16,7 +16,7 @@ import pytest
 from live import Series, scraped_at, server_info
 
 from locks_sglang.audit import KEY_VARIABLE
-from locks_sglang.cli import main as audit
+from locks_sglang.cli import main as cli
 from locks_sglang.demo import ask
 from locks_sglang.metrics import METRICS, PREFIX
 from locks_sglang.serving import serving
@@ -57,15 +57,15 @@ def check_what_the_judge_asks(client: openai.OpenAI, messages: list[dict[str, st
 def check_audit(url: str, stored: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`locks-sglang audit`: refused without the admin key, and all that the chats left, at least so many tokens, fits."""
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    assert audit(["audit", url]) == 2
+    assert cli(["audit", url]) == 2
     assert "/set_internal_state answered 401" in (said := capsys.readouterr().err)
     assert KEY_VARIABLE in said
     monkeypatch.setenv(KEY_VARIABLE, ADMIN_KEY)
-    assert audit(["audit", url + "/", "--json"]) == 0
+    assert cli(["audit", url + "/", "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["looked_at"] == told["pages"] >= stored // 16
     assert told["mismatched"] == told["unsummarised"] == 0
-    assert audit(["audit", url, "--pages", "10"]) == 0
+    assert cli(["audit", url, "--pages", "10"]) == 0
     assert f"10 of {told['pages']} pages looked at" in capsys.readouterr().out
     counters = server_info(url)["internal_states"][0]["locks"]["counters"]
     assert (counters["audits"], counters["summaries_mismatched"]) == (2, 0)
@@ -127,6 +127,15 @@ def check_decode_lines(log: str, shares: Sequence[float]) -> None:
     assert len(within) >= len(shares) // LOG_INTERVAL - 4, (lines, shares)
 
 
+def check_report(url: str, folder: Path) -> None:
+    """`locks-sglang report --server`: the page has the server's counters."""
+    page = folder / "page.html"
+    assert cli(["report", "--server", url, "--out", str(page)]) == 0
+    counters = server_info(url)["internal_states"][0]["locks"]["counters"]
+    for name in ("decode_steps", "sparse_rows", "pages_read", "pages_held"):
+        assert f'data-value="{counters[name]}" data-at="server:1:counters.{name}"' in page.read_text()
+
+
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_launchers_serve_multi_turn_chat(
     launcher: str, model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -182,6 +191,7 @@ def test_launchers_serve_multi_turn_chat(
             check_audit(url, usages[1][0], capsys, monkeypatch)
             ((_, mismatched),) = scraped_at(url, "locks:audits_total", 2)["locks:summaries_mismatched_total"]
             assert mismatched == 0
+            check_report(url, tmp_path)
         info = server_info(url)
         assert info["internal_states"][0]["locks"]["counters"]["pages_read"] > 0
     text = log.read_text()
