@@ -57,6 +57,7 @@ def sparse(request: pytest.FixtureRequest, model_path: str) -> Iterator[Worker]:
         "eviction_keeps_summaries",
         "abort_keeps_summaries",
         "mixed_rows_are_counted",
+        "audit_covers_running_requests",
     ],
 )
 def test_scenario(sparse: Worker, name: str) -> None:
