@@ -17,8 +17,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page's `sh` blocks, without comments. Every line is a command."""
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    """The commands of a page's `sh` blocks, without comments: one a line, which a backslash continues."""
+    lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     return [shlex.join(words) for line in lines if (words := shlex.split(line, comments=True))]
 
 

@@ -285,6 +285,7 @@ def test_notebook_is_stripped() -> None:
 
 
 @pytest.mark.server
+@pytest.mark.one_version
 def test_notebook_runs_top_to_bottom(place: Path) -> None:
     """Its code cells, one after the other in one interpreter, as a notebook's kernel runs them."""
     code = "\n\n".join("".join(cell["source"]) for cell in notebook_cells())
