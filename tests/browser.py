@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import itertools
-import os
 import re
 import subprocess
 import tempfile
@@ -94,7 +93,7 @@ class Tab:
 
 @asynccontextmanager
 async def _tab(command: str) -> AsyncIterator[Tab]:
-    with tempfile.TemporaryDirectory() as profile, open(os.path.join(profile, "log"), "w+") as log:
+    with tempfile.TemporaryDirectory() as profile, Path(profile, "log").open("w") as log:
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
         flags += ["--remote-debugging-port=0", f"--user-data-dir={profile}/data", "--no-first-run", "about:blank"]
         browser = subprocess.Popen([command, *flags], stdout=log, stderr=log)

@@ -289,8 +289,14 @@ def test_the_headline_follows_the_file(tmp_path: Path) -> None:
     assert "Faster at every context measured" in page.rest
     rows[1]["token_ms"]["p50"], rows[0]["token_ms"]["p50"] = 24.0, 18.0
     page = drawn(lines(tmp_path / "decode.jsonl", *rows).parent)
-    assert page.headline == "0.50× as fast at 1M tokens of context: slower than dense, slower at 16K"  # noqa: RUF001
+    assert page.headline == "0.50× as fast at 1M tokens of context: slower than dense"  # noqa: RUF001
     assert "Slower at every context measured" in page.rest
+    rows += [decode_row("locks", 4096, 5.0), decode_row("flashinfer", 4096, 6.0)]
+    page = drawn(lines(tmp_path / "decode.jsonl", *rows).parent)
+    assert "Slower at the longest context measured" in page.rest
+    rows[1]["token_ms"]["p50"] = 6.0
+    page = drawn(lines(tmp_path / "decode.jsonl", *rows).parent)
+    assert page.headline == "2.00× as fast at 1M tokens of context, slower at 16K"  # noqa: RUF001
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_run_options(of_mass)
     _add_layer_options(of_mass)
     text = "pages that each KV head reads while one request is answered"
-    of_map = commands.add_parser(
-        "map", help=text, description=f"Record the {text}, for `locks-sglang report`. The file holds the text of the request."
+    told = (
+        f"Record the {text}, for `locks-sglang report`. The file ({DEFAULT_MAP} without --json) holds the text of the request."
     )
+    of_map = commands.add_parser("map", help=text, description=told)
     _add_run_options(of_map)
     _add_map_options(of_map)
     arguments = sys.argv[1:] if argv is None else list(argv)

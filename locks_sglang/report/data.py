@@ -71,7 +71,7 @@ class Row:
     def machine(self) -> str:
         """What it was measured on."""
         gpu = self.get("gpu")
-        return str(self.get("device") or gpu or "") if gpu in (None, "none") else str(gpu)
+        return str(self.get("device") or "CPU") if gpu in (None, "none") else str(gpu)
 
     @property
     def versions(self) -> str:
@@ -224,8 +224,12 @@ class Results:
 
     def last(self, kind: str, *paths: str) -> list[Row]:
         """Rows of a kind, of those that agree in what stands at `paths` only the last: files of results are appended to."""
-        kept = {json.dumps([row.get(path) for path in paths], sort_keys=True): row for row in self.of(kind)}
-        return sorted(kept.values(), key=lambda row: self.of(kind).index(row))
+        kept: dict[str, Row] = {}
+        for row in self.of(kind):
+            same = json.dumps([row.get(path) for path in paths], sort_keys=True)
+            kept.pop(same, None)
+            kept[same] = row
+        return list(kept.values())
 
 
 def read(paths: Iterable[Path]) -> Results:

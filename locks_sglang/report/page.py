@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from . import sections
+from . import glance, looked, origins, quality, speed, turns
 from .data import KINDS, Results
 from .html import Markup, tag
+from .parts import Sources
 
 HERE = Path(__file__).resolve().parent
 NAMES = {
@@ -26,18 +27,18 @@ def render(results: Results, *, live: Markup | None = None) -> str:
         results: what it is drawn from. live: section about a running server.
     """
     files = dict.fromkeys(row.file for kind in KINDS for row in results.of(kind))
-    sources = sections.Sources({file: number for number, file in enumerate(files, 1)})
+    sources = Sources({file: number for number, file in enumerate(files, 1)})
     parts = [
-        sections.headline(results, sources),
+        glance.headline(results, sources),
         *([live] if live is not None else []),
-        sections.speed(results, sources),
-        sections.kernels(results, sources),
-        sections.quality(results, sources),
-        sections.memory(results, sources),
-        sections.turns(results, sources),
-        sections.attention_map(results, sources),
-        sections.unmeasured(results, sources),
-        sections.footnotes(results, sources),
+        speed.speed(results, sources),
+        speed.kernels(results, sources),
+        quality.quality(results, sources),
+        quality.memory(results, sources),
+        turns.turns(results, sources),
+        looked.attention_map(results, sources),
+        origins.unmeasured(results, sources),
+        origins.footnotes(results, sources),
     ]
     names = ({"server": "Server"} if live is not None else {}) | NAMES
     links = tag("nav", *(tag("a", text, href=f"#{name}") for name, text in names.items()), aria_label="Sections")

@@ -6,7 +6,7 @@ from typing import Any
 from ..audit import states
 from .data import Figure, Row
 from .html import Markup, count, gibibytes, joined, percent, shown, table, tag
-from .sections import section
+from .parts import section
 
 TIMEOUT_S = 60.0
 COUNTERS = {
