@@ -83,8 +83,8 @@ def footnotes(results: Results, sources: Sources) -> Markup:
                     tag("dt", name),
                     *(tag("dd", tag("code", value) if name == "command" else value) for value in distinct),
                 ]
-        if kinds[file] == "mass":
-            lines += [tag("dt", "command"), tag("dd", tag("code", KINDS["mass"].made_by))]
+        if not any(row.get("command") or row.get("source") for row in rows):
+            lines += [tag("dt", "made by"), tag("dd", tag("code", KINDS[kinds[file]].made_by))]
         head = tag("h3", f"[{number}] ", tag("code", file), f" {KINDS[kinds[file]].what}")
         items.append(tag("li", head, tag("dl", *lines), id=f"source-{number}"))
     note = "Every number says on the page where it stands: rest a pointer on it, or read its data-at attribute."
