@@ -87,6 +87,7 @@ def test_a_budget_that_the_product_refuses_is_refused(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.server
+@pytest.mark.one_version
 def test_map_of_a_real_request(model_path: str, tmp_path: Path) -> None:
     """A question about 700 tokens, 8 pages a step: every KV head reads the budget in every step, the first and the newest page
     always, and what is between not evenly. Nothing of the text is printed."""

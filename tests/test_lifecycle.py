@@ -120,6 +120,7 @@ def test_summaries_are_right_after_every_step(workers: dict[str, Worker]) -> Non
     assert happened[ALONE]["short rows"] >= 100
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_found_out(mutation: str, workers: dict[str, Worker]) -> None:
     """Within 2,000 steps."""

@@ -185,6 +185,7 @@ def test_entry_point_loads_after_install(built: Path, python: str, tmp_path: Pat
     assert run(str(script), "--version", cwd=tmp_path, env=clean_environment()).strip() == f"locks-sglang {__version__}"
 
 
+@pytest.mark.one_version
 @pytest.mark.parametrize("where", ["README", "image"])
 def test_pip_lines_install_this_package_alone(where: str, copy: Path, python: str) -> None:
     """The pages' line and that of `examples/Dockerfile`, in an environment that sees SGLang, without an index.
