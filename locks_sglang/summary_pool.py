@@ -9,7 +9,16 @@ import torch
 from .audit import Audit
 from .config import LocksConfig
 from .counters import Counters
-from .kernels.build_page_summaries import PageFactors, PageSummaries, RecordLayout, build, pack, page_factors, unpack
+from .kernels.build_page_summaries import (
+    PageFactors,
+    PageSummaries,
+    RecordLayout,
+    build,
+    build_page_summaries,
+    pack,
+    page_factors,
+    unpack,
+)
 from .kernels.common import PAGE_SIZE, token_slots
 from .kernels.common.capability import runs_kernels
 from .kernels.decode_plan import PageFlags
@@ -228,7 +237,9 @@ class SummaryPool:
             keys, values = self._buffers(layer_id)
             slots = token_slots(pages, PAGE_SIZE)
             k, v = keys[slots], values[slots]
-            fresh = self._fresh(k, v, self.center[index])
+            built = build_page_summaries(k, v, self.layout.rank, center=self.center[index], value_mean=self.layout.value_mean)
+            assert built.record is not None
+            fresh = built.record, built.values
             stored = self.record[index, pages], None if self.values is None else self.values[index, pages]
             pairs = [(ours, theirs) for ours, theirs in zip(fresh, stored, strict=True) if ours is not None]
             differs = torch.stack([(ours != theirs).any(-1) for ours, theirs in pairs]).any(0)
@@ -249,17 +260,6 @@ class SummaryPool:
                 wrong |= differs[:, head] & ~(kept <= best + slack).all(0)
             bad += [(layer_id, int(page)) for page in pages[wrong]]
         return bad
-
-    def _fresh(self, k: torch.Tensor, v: torch.Tensor, center: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Packed summaries of keys [n, P, H, D] and values [n, P, H, Dv], as `build` makes them, in memory of their own."""
-        pages, _, heads, _ = k.shape
-        if not runs_kernels(k, self.layout.head_dim, self.layout.v_head_dim, 1):
-            return pack(page_factors(k, v, self.layout.rank, center), self.layout)
-        record, values = self.layout.empty(pages, heads, device=k.device)
-        valid = torch.zeros(pages, dtype=torch.bool, device=k.device)
-        every = torch.arange(pages, device=k.device)
-        build(k.flatten(0, 1), v.flatten(0, 1), every, center, record, values, valid, self.layout)
-        return record, values
 
     @staticmethod
     def _misfit(k: torch.Tensor, v: torch.Tensor, factors: PageFactors, center: torch.Tensor) -> torch.Tensor:
