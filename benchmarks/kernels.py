@@ -292,10 +292,10 @@ def operations(kernel: str, shape: Shape, context: int, batch: int, rank: int, b
     if wanted("attend"):
         moved = rows * kept * 2 * PAGE_SIZE * 2 * dim
         yield Operation("attend", lambda: attend_parts(q, k, v, table, chosen, counts, lens, scale, logit_cap=0.0), moved)
-    estimate = sum_tail(scores.weight, scores.value_scale, s, table, held, q.dtype) if tailed else None
+    estimate = sum_tail(scores.weight, scores.value_scale, s, table, held) if tailed else None
     if wanted("tail") and estimate is not None:
         moved = summaries * (dim + 4 + 4 + 4 * group) + 4 * estimate.value.numel()
-        yield Operation("tail", lambda: sum_tail(scores.weight, scores.value_scale, s, table, held, q.dtype), moved)
+        yield Operation("tail", lambda: sum_tail(scores.weight, scores.value_scale, s, table, held), moved)
     if wanted("merge"):
         out = torch.empty_like(q)
         moved = parts.out.numel() * 4 + out.numel() * 2 + (0 if estimate is None else 4 * estimate.value.numel())

@@ -100,7 +100,7 @@ LARGE = [
     Case("million-tokens", 128, 4, 8, lengths=(1_048_576,)),
     Case("batch-64", 128, 2, 4, lengths=tuple(round(65_536 ** (1 - i / 63)) for i in range(64))),
     Case("far-cache", 128, 8, 4, lengths=(30_001, 3_000, 1), pages=140_000),
-    Case("far-record", 256, 8, 1, lengths=(20_000, 1_000, 31), k_scale=1.0, pages=160_000),
+    Case("far-record", 256, 8, 1, lengths=(20_000, 1_000, 31), k_scale=1.0, pages=185_000),
 ]
 SMALL = Case("small", 64, 2, 3, lengths=(1_000, 33, 1, 16), dtype=HALF, cap=30.0, budget=160)
 

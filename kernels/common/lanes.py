@@ -10,6 +10,7 @@ four that it can vectorise; tests/test_kernel_builds.py holds it to that.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -102,6 +103,36 @@ def split_bf16(low, high, NATIVE: tl.constexpr):
     else:
         near = pack_bf16(low, high, NATIVE)
         return near, pack_bf16(low - low_bf16(near), high - high_bf16(near), NATIVE)
+
+
+@helper
+def bytes_bf16(x, y, BYTE: tl.constexpr, NATIVE: tl.constexpr):
+    """Byte BYTE of two int32, each byte a whole number plus 128, as `pack_bf16` packs the numbers: exact."""
+    if NATIVE:
+        # Behind 0x4B0000, the upper bytes of 2^23 in fp32, a byte counts ones. Eight bits fit a bf16, so the rest is cut off.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            .reg .f32 a, b;
+            prmt.b32 low, $1, 0x4B000000, $3;
+            prmt.b32 high, $2, 0x4B000000, $3;
+            mov.b32 a, low;
+            mov.b32 b, high;
+            sub.f32 a, a, 0f4B000080;
+            sub.f32 b, b, 0f4B000080;
+            mov.b32 low, a;
+            mov.b32 high, b;
+            prmt.b32 $0, low, high, 0x7632;
+            }""",
+            "=r,r,r,r",
+            [x, y, tl.full([x.shape[0]], 0x7440 + BYTE, tl.int32)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        low, high = (((word >> (8 * BYTE)) & 255).to(tl.float32) - 128.0 for word in (x, y))
+        return pack_bf16(low, high, NATIVE)
 
 
 @helper
@@ -237,3 +268,12 @@ def load_words(at, COUNT: tl.constexpr):
         for i in tl.static_range(COUNT):
             words = words + (tl.load(at + i),)
     return words
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x without gaps, from a multiple of 16 bytes on.
+
+    Lanes count on it: from what loads of four are vectorised by, the compiler decides which thread holds what.
+    """
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -68,7 +68,7 @@ def step_on_kernels(
     tail = None
     if tailed:
         with side.beside():
-            tail = sum_tail(scores.weight, scores.value_scale, s, page_table, num_pages, q.dtype)
+            tail = sum_tail(scores.weight, scores.value_scale, s, page_table, num_pages)
     try:
         if attend is None:
             read = (q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale)

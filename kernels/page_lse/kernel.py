@@ -20,6 +20,7 @@ import triton.language as tl
 from ..build_page_summaries import PageSummaries
 from ..common.device import soft_cap
 from ..common.lanes import (
+    aligned,
     columns,
     dot_bf16_k8,
     dot_bf16_k16,
@@ -351,10 +352,6 @@ def _scan_pages(
                 # Row c of the scales of page r, to be picked for the page at hand.
                 scales = load_words((record + SCALES + c * (2 * EACH)).to(tl.pointer_type(tl.int32)), EACH // 2)
                 valid = tl.load(valid_ptr + page).to(tl.int32)
-                if TAIL > 0:
-                    # That of the value mean of page r, for the sum of the tail, which then needs no record.
-                    scaled = scale_ptr + (row64 * NUM_HEADS + head) * scale_head + begin + place
-                    tl.store(scaled, high_bf16(scales[3]), mask=(c == 0) & (begin + place < end))
                 product = _meet(upper, lower, mean, WORDS, NATIVE)
                 offset, known = (), ()
                 for i in tl.static_range(OWN):
@@ -410,6 +407,12 @@ def _scan_pages(
                         weight = tl.where(counted, weight, float("-inf"))
                         tl.store(weight_ptr + plane, weight * LN2, mask=mask)
 
+                if TAIL > 0:
+                    # That of the value mean of page r, for the sum of the tail, which then needs no record. Stored last: a
+                    # store waits for what it stores, and the loads behind it wait with it.
+                    scaled = scale_ptr + (row64 * NUM_HEADS + head) * scale_head + begin + place
+                    tl.store(scaled, high_bf16(scales[3]), mask=(c == 0) & (begin + place < end))
+
             peak = tl.reshape(peak, [WARPS * HALVES, 8 // HALVES, 4])
             best = tl.max(tl.max(peak, 2), 0)
             above = tl.where(best == float("-inf"), 0.0, best)[None, :, None]
@@ -450,15 +453,6 @@ def most_items(target: int, batch: int, heads: int) -> int:
     return target * max(1, -(-ITEMS_A_ROW.value * batch * heads // target))
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x without gaps, from a multiple of 16 bytes on.
-
-    The kernel's lanes count on it: from what loads of four are vectorised by, the compiler decides which thread holds what.
-    """
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 def scan(
     q: torch.Tensor,
     s: PageSummaries,
@@ -478,7 +472,7 @@ def scan(
     heads, layout = s.num_kv_heads, s.layout
     group, n_max, device = query_heads // heads, page_table.shape[1], q.device
     page_table, num_pages = page_table.contiguous(), num_pages.contiguous()
-    q, record, center = (_aligned(x) for x in (q, s.record, s.center))
+    q, record, center = (aligned(x) for x in (q, s.record, s.center))
     seq_lens = None if seq_lens is None else seq_lens.contiguous()
 
     def floats(*shape: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ BLOCK = 16
 KEY_WIDTH = 256
 """Pages that a program of the first kernel takes in one step, a multiple of BLOCK."""
 WIDTH = 2048
-"""Keys that a program of the second kernel takes together, a multiple of THREADS; like FEW."""
+"""Keys that a program of the second kernel takes together, twice over."""
 THREADS = 256
 """Of that program."""
 NEAR_WIDTH = 4096
@@ -34,8 +34,8 @@ NEAR_WIDTH = 4096
 FEW = 512
 """Keys that it takes together once most are out: hardly more than the budget are left."""
 PAIRS = 256
-"""Most keys that it compares each with each, a multiple of PAIRS_WIDTH; among more it finds a threshold."""
-PAIRS_WIDTH = 16
+"""Most keys that it compares each with each; among more it finds a threshold."""
+PAIRS_ROWS = 32
 """Keys that all others are compared with together."""
 PART_BLOCK = 128
 """Parts of a normaliser that a program of the first kernel takes together: those of one KV head, if there are four."""
@@ -88,6 +88,12 @@ def _page_keys(
     for item in range(tl.program_id(0), tl.max(ends, 0), tl.num_programs(0)):
         request, head, number, _ = item_place(item, count, ends, B_BLOCK)
         held = tl.sum(tl.where(row == request, pages, 0), 0)
+        begin = number * length
+        end = tl.minimum(begin + length, held)
+        plane = lse_ptr + request.to(tl.int64) * lse_row + (head * GROUP + group)[:, None] * lse_head
+        # Every step's values are loaded before the one before it is worked on, the first ones before the normaliser.
+        following = begin + tl.arange(0, WIDTH)
+        coming = tl.load(plane + following[None, :], mask=mine[:, None] & (following < end)[None, :], other=float("-inf"))
         # Normaliser of each query head over all its pages: the log-sum-exp, or for "peak" the largest value.
         norm = tl.full([G_BLOCK], float("-inf"), tl.float32)
         if not PARTS:
@@ -97,8 +103,8 @@ def _page_keys(
             parts = tl.sum(tl.where(row == request, part_count, 0), 0)
             first = tl.sum(tl.where(row == request - 1, part_ends, 0), 0) + head * parts
             total = tl.zeros([G_BLOCK], tl.float32)
-            for begin in range(0, parts, PART_BLOCK):
-                part = begin + tl.arange(0, PART_BLOCK)
+            for base_part in range(0, parts, PART_BLOCK):
+                part = base_part + tl.arange(0, PART_BLOCK)
                 slot = (first + part)[:, None] * GROUP + group[None, :]
                 mask = (part < parts)[:, None] & mine[None, :]
                 peak = tl.load(peak_ptr + slot, mask=mask, other=float("-inf"))
@@ -113,14 +119,12 @@ def _page_keys(
             if COMBINE == 0:
                 norm += tl.log(tl.maximum(total, 1e-37))
 
-        plane = request.to(tl.int64) * lse_row + (head * GROUP + group)[:, None] * lse_head
         first_block = (request * NUM_HEADS + head).to(tl.int64) * blocks_each
-        begin = number * length
-        end = tl.minimum(begin + length, held)
         for start in range(begin, end, WIDTH):
-            logical = start + tl.arange(0, WIDTH)
+            logical, lse = following, coming
             live = logical < end
-            lse = tl.load(lse_ptr + plane + logical[None, :], mask=mine[:, None] & live[None, :], other=float("-inf"))
+            following += WIDTH
+            coming = tl.load(plane + following[None, :], mask=mine[:, None] & (following < end)[None, :], other=float("-inf"))
             unknown = tl.max((lse == float("inf")).to(tl.int32), 0) > 0
             lse = tl.where(tl.abs(lse) < float("inf"), lse, float("-inf"))
             score = tl.max(lse, 0) if COMBINE == 2 else tl.sum(tl.exp(lse - norm[:, None]), 0)
@@ -136,8 +140,16 @@ def _page_keys(
 
 
 @triton.jit
+def _pair_of_tiles(keys_ptr, count, WIDTH: tl.constexpr):
+    """The first 2 WIDTH of `count` keys, 0 behind the last: two tiles, which stay in registers."""
+    index = tl.arange(0, WIDTH)
+    second = tl.load(keys_ptr + WIDTH + index, mask=WIDTH + index < count, other=0)
+    return tl.load(keys_ptr + index, mask=index < count, other=0), second
+
+
+@triton.jit
 def _reach(keys, threshold, step, one, two, three):
-    """Counts of keys a thread that reach the threshold one, two and three steps on, with these added."""
+    """Counts of the keys of every place that reach the threshold one, two and three steps on, with these added."""
     one += (keys >= threshold + step).to(tl.int32)
     two += (keys >= threshold + step + step).to(tl.int32)
     three += (keys >= threshold + step + step + step).to(tl.int32)
@@ -145,8 +157,10 @@ def _reach(keys, threshold, step, one, two, three):
 
 
 @triton.jit
-def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, THREADS: tl.constexpr):
-    """Which of `count` keys, none of them 0 and fewer than 2^21, are the `rank` largest, or up to `slack` more.
+def _threshold(first, second, keys_ptr, count, rank, slack, WIDTH: tl.constexpr):
+    """Which of `count` keys, none of them 0, are the `rank` largest, or up to `slack` more.
+
+    first, second: their `_pair_of_tiles`; what there is behind them is read in every round.
 
     Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most.
     """
@@ -154,29 +168,21 @@ def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, THREADS: tl.co
     above = tl.full([], 0, tl.int32)
     tied = count
     shift = tl.where(count > rank, 30, -2)
-    # They stay in registers, one a thread in each of these: most often the first are all.
-    index = tl.arange(0, THREADS)
-    first, second = (), ()
-    for i in tl.static_range(WIDTH // THREADS):
-        first = first + (tl.load(keys_ptr + i * THREADS + index, mask=i * THREADS + index < count, other=0),)
-    for i in tl.static_range(WIDTH // THREADS):
-        place = WIDTH + i * THREADS + index
-        second = second + (tl.load(keys_ptr + place, mask=place < count, other=0),)
     while shift >= 0:
         step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
-        one = tl.zeros([THREADS], tl.int32)
-        two, three = one, one
-        for i in tl.static_range(WIDTH // THREADS):
-            one, two, three = _reach(first[i], threshold, step, one, two, three)
+        one = tl.zeros([WIDTH], tl.int32)
+        one, two, three = _reach(first, threshold, step, one, one, one)
         if count > WIDTH:
-            for i in tl.static_range(WIDTH // THREADS):
-                one, two, three = _reach(second[i], threshold, step, one, two, three)
-            for begin in range(2 * WIDTH, count, THREADS):
-                keys = tl.load(keys_ptr + begin + index, mask=begin + index < count, other=0)
+            one, two, three = _reach(second, threshold, step, one, two, three)
+            for begin in range(2 * WIDTH, count, WIDTH):
+                place = begin + tl.arange(0, WIDTH)
+                keys = tl.load(keys_ptr + place, mask=place < count, other=0)
                 one, two, three = _reach(keys, threshold, step, one, two, three)
-        # In one number the three sums meet between the threads once.
-        sums = tl.sum(one.to(tl.int64) | (two.to(tl.int64) << 21) | (three.to(tl.int64) << 42), 0)
-        low, middle, high = (sums & 0x1FFFFF).to(tl.int32), ((sums >> 21) & 0x1FFFFF).to(tl.int32), (sums >> 42).to(tl.int32)
+        # Together, so that the threads meet once; in 32 bits, which a warp sums in one instruction.
+        sums = tl.sum(tl.reshape(tl.join(tl.join(one, two), tl.join(three, three)), [WIDTH, 4]), 0)
+        lower, upper = tl.split(tl.reshape(sums, [2, 2]))
+        low, middle = tl.split(lower)
+        high, _ = tl.split(upper)
         steps = (low >= rank).to(tl.int32) + (middle >= rank).to(tl.int32) + (high >= rank).to(tl.int32)
         threshold += step * steps.to(tl.uint32)
         reached = tl.where(steps == 3, high, tl.where(steps == 2, middle, low))
@@ -188,17 +194,21 @@ def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, THREADS: tl.co
 
 
 @triton.jit
-def _ranks(keys_ptr, count, PAIRS: tl.constexpr, PAIRS_WIDTH: tl.constexpr):
-    """How many of `count` keys, at most PAIRS and none of them 0, go before each: larger ones, and equal ones before it."""
-    mine = tl.arange(0, PAIRS)
-    keys = tl.load(keys_ptr + mine, mask=mine < count, other=0)
-    ahead = tl.zeros([PAIRS, PAIRS_WIDTH], tl.int32)
-    for begin in range(0, count, PAIRS_WIDTH):
-        other = begin + tl.arange(0, PAIRS_WIDTH)
-        others = tl.load(keys_ptr + other, mask=other < count, other=0)
-        tied = (others[None, :] == keys[:, None]) & (other[None, :] < mine[:, None])
-        ahead += ((others[None, :] > keys[:, None]) | tied).to(tl.int32)
-    return tl.sum(ahead, 1)
+def _ranks(keys_ptr, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
+    """How many of `count` keys, at most PAIRS, go before each: larger ones, and equal ones before it.
+
+    None of them is 0, and what is behind them up to PAIRS is: loads without masks take four at a time.
+    """
+    index, row = tl.arange(0, PAIRS), tl.arange(0, ROWS)
+    keys = tl.load(keys_ptr + index)
+    less = keys - 1
+    ahead = tl.zeros([ROWS, PAIRS], tl.int32)
+    for begin in range(0, count, ROWS):
+        others = tl.load(keys_ptr + begin + row)
+        # One less for those before it: an equal key is then the larger one.
+        floor = tl.where((begin + row)[:, None] < index[None, :], less[None, :], keys[None, :])
+        ahead = tl.where(others[:, None] > floor, ahead + 1, ahead)
+    return tl.sum(ahead, 0)
 
 
 @triton.jit
@@ -271,8 +281,7 @@ def _top_pages(
     NEAR_WIDTH: tl.constexpr,
     FEW: tl.constexpr,
     PAIRS: tl.constexpr,
-    PAIRS_WIDTH: tl.constexpr,
-    THREADS: tl.constexpr,
+    PAIRS_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last.
@@ -307,13 +316,19 @@ def _top_pages(
         near = near_ptr + row * blocks_most
         blocks = (held + BLOCK - 1) // BLOCK
         kept = tl.minimum(blocks, budget)
-        threshold, tied = _threshold(best, blocks, kept, kept // 4, WIDTH, THREADS)
+        tile, next_tile = _pair_of_tiles(best, blocks, WIDTH)
+        threshold, tied = _threshold(tile, next_tile, best, blocks, kept, kept // 4, WIDTH)
         more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for begin in range(0, blocks, WIDTH):
-            block = begin + tl.arange(0, WIDTH)
-            keys = tl.load(best + block, mask=block < blocks, other=0)
-            chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
-            tl.store(near + place, block, mask=chosen)
+        block = tl.arange(0, WIDTH)
+        taken, to, more, equal = _places(tile, threshold, tied, more, equal)
+        tl.store(near + to, block, mask=taken)
+        if blocks > WIDTH:
+            taken, to, more, equal = _places(next_tile, threshold, tied, more, equal)
+            tl.store(near + to, WIDTH + block, mask=taken)
+            for begin in range(2 * WIDTH, blocks, WIDTH):
+                keys = tl.load(best + begin + block, mask=begin + block < blocks, other=0)
+                taken, to, more, equal = _places(keys, threshold, tied, more, equal)
+                tl.store(near + to, begin + block, mask=taken)
         kept = more + tl.minimum(equal, tied)
         # What one thread stored others load.
         tl.debug_barrier()
@@ -332,18 +347,20 @@ def _top_pages(
             tl.store(near_key + place, keys, mask=chosen)
             tl.store(near_page + place, logical, mask=chosen)
             left += tl.sum(chosen.to(tl.int32), 0)
+        slot = tl.arange(0, PAIRS)
+        tl.store(near_key + left + slot, tl.zeros_like(slot).to(tl.uint32), mask=left + slot < PAIRS)
         tl.debug_barrier()
 
         if left <= PAIRS:
-            slot = tl.arange(0, PAIRS)
-            chosen = (slot < left) & (_ranks(near_key, left, PAIRS, PAIRS_WIDTH) < budget)
+            chosen = (slot < left) & (_ranks(near_key, left, PAIRS, PAIRS_ROWS) < budget)
             place = tl.cumsum(chosen.to(tl.int32), 0) - 1
             logical = tl.load(near_page + slot, mask=chosen, other=0)
             _write_pages(
                 pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
             )
         else:
-            threshold, tied = _threshold(near_key, left, budget, 0, FEW, THREADS)
+            first, second = _pair_of_tiles(near_key, left, FEW)
+            threshold, tied = _threshold(first, second, near_key, left, budget, 0, FEW)
             more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
             for begin in range(0, left, FEW):
                 place = begin + tl.arange(0, FEW)
@@ -425,7 +442,7 @@ def page_keys(
         PART_BLOCK=PART_BLOCK,
         **chained(),
         num_warps=4,
-        maxnreg=128,
+        maxnreg=128 if group <= 8 else 168,
     )
     return made
 
@@ -450,7 +467,8 @@ def top_pages(
             tail are left.
     """
     batch, heads, blocks, _ = ranked.keys.shape
-    most = min(blocks, budget_pages + budget_pages // 4)
+    # Room for the keys that are compared each with each, and for zeros behind them.
+    most = max(min(blocks, budget_pages + budget_pages // 4), triton.cdiv(PAIRS, BLOCK))
 
     def rows(*tail: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(batch, heads, *tail, dtype=dtype, device=ranked.keys.device)
@@ -487,8 +505,7 @@ def top_pages(
         NEAR_WIDTH=NEAR_WIDTH,
         FEW=FEW,
         PAIRS=PAIRS,
-        PAIRS_WIDTH=PAIRS_WIDTH,
-        THREADS=THREADS,
+        PAIRS_ROWS=PAIRS_ROWS,
         **chained(),
         num_warps=THREADS // 32,
         maxnreg=min(255, 65536 // THREADS),  # one program a (request, KV head) leaves room for it

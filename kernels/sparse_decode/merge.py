@@ -130,7 +130,7 @@ def merge_parts(parts: Parts, out: torch.Tensor, v_scale: float, tail: TailParts
         SPLITS=parts.splits,
         SPLIT_BLOCK=min(64, parts.splits),
         B_BLOCK=batch_block(batch),
-        N_BLOCK=tail_kernel.N_BLOCK,
+        N_BLOCK=16 if tail is None else tail.unit,
         TARGET=tail_kernel.TARGET,
         ITEM_BLOCK=128,
         num_warps=8,
