@@ -58,10 +58,8 @@ SMALL_SELECT = {
     "BLOCK": 4,
     "KEY_WIDTH": 64,
     "WIDTH": 64,
-    "NEAR_WIDTH": 64,
+    "NEAR_BLOCKS": 16,
     "FEW": 32,
-    "PAIRS": 32,
-    "PAIRS_ROWS": 16,
     "PART_BLOCK": 4,
     "THREADS": 32,
 }

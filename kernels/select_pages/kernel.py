@@ -4,9 +4,9 @@ A key is an unsigned integer that orders as `select_pages` prefers: recent, sink
 page. The first kernel also keeps the largest key of every block of pages. The k best pages lie in the k blocks with the best
 largest keys, the lower block winning ties: a page of any other block is beaten by a page of each of those k. So the second
 kernel looks at the blocks, then only at the keys of k of them, or of some more, which spares the last bits of a threshold; of
-these it keeps the ones that are no worse than the worst of the blocks, hardly more than k, each of which is then compared with
-all others. Thresholds are found two bits a round by counting, which also chooses among more than can be compared, and what is
-chosen is written by a running count: it comes out in ascending order without a sort.
+these it keeps the ones that are no worse than the worst of the blocks, hardly more than k, and chooses among them. Thresholds
+are found two bits a round by counting, and what is chosen is written by a running count: it comes out in ascending order
+without a sort.
 """
 
 from dataclasses import dataclass
@@ -26,17 +26,14 @@ BLOCK = 16
 KEY_WIDTH = 256
 """Pages that a program of the first kernel takes in one step, a multiple of BLOCK."""
 WIDTH = 2048
-"""Keys that a program of the second kernel takes together, twice over."""
+"""Keys that a program of the second kernel takes together."""
 THREADS = 256
 """Of that program."""
-NEAR_WIDTH = 4096
-"""Keys of the chosen blocks that it takes together: at a budget of 128 pages all."""
+NEAR_BLOCKS = 256
+"""Chosen blocks that it takes together: at a budget of 128 pages all."""
 FEW = 512
-"""Keys that it takes together once most are out: hardly more than the budget are left."""
-PAIRS = 256
-"""Most keys that it compares each with each; among more it finds a threshold."""
-PAIRS_ROWS = 32
-"""Keys that all others are compared with together."""
+"""Keys that one warp takes together, a multiple of 32: all that are left of the chosen blocks, most often, and the blocks
+themselves up to 131,072 tokens."""
 PART_BLOCK = 128
 """Parts of a normaliser that a program of the first kernel takes together: those of one KV head, if there are four."""
 
@@ -140,14 +137,6 @@ def _page_keys(
 
 
 @triton.jit
-def _pair_of_tiles(keys_ptr, count, WIDTH: tl.constexpr):
-    """The first 2 WIDTH of `count` keys, 0 behind the last: two tiles, which stay in registers."""
-    index = tl.arange(0, WIDTH)
-    second = tl.load(keys_ptr + WIDTH + index, mask=WIDTH + index < count, other=0)
-    return tl.load(keys_ptr + index, mask=index < count, other=0), second
-
-
-@triton.jit
 def _reach(keys, threshold, step, one, two, three):
     """Counts of the keys of every place that reach the threshold one, two and three steps on, with these added."""
     one += (keys >= threshold + step).to(tl.int32)
@@ -157,58 +146,63 @@ def _reach(keys, threshold, step, one, two, three):
 
 
 @triton.jit
-def _threshold(first, second, keys_ptr, count, rank, slack, WIDTH: tl.constexpr):
+def _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack):
+    """The next threshold from how many keys are one, two and three steps on, how many keys are above it and its digit, and how
+    many equal to it belong to the chosen ones; and the shift of the next digit."""
+    steps = (low >= rank).to(tl.int32) + (middle >= rank).to(tl.int32) + (high >= rank).to(tl.int32)
+    threshold += (tl.full([], 1, tl.uint32) << shift.to(tl.uint32)) * steps.to(tl.uint32)
+    reached = tl.where(steps == 3, high, tl.where(steps == 2, middle, low))
+    above = tl.where(steps == 3, above, tl.where(steps == 2, high, tl.where(steps == 1, middle, low)))
+    done = (steps > 0) & (reached <= rank + slack)
+    return threshold, above, tl.where(done, count, rank - above), tl.where(done, -2, shift - 2)
+
+
+@triton.jit
+def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, FEW: tl.constexpr):
     """Which of `count` keys, none of them 0, are the `rank` largest, or up to `slack` more.
 
-    first, second: their `_pair_of_tiles`; what there is behind them is read in every round.
-
-    Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most.
+    Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most. It is
+    found two bits a round.
     """
     threshold = tl.full([], 0, tl.uint32)
     above = tl.full([], 0, tl.int32)
     tied = count
     shift = tl.where(count > rank, 30, -2)
-    while shift >= 0:
-        step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
-        one = tl.zeros([WIDTH], tl.int32)
-        one, two, three = _reach(first, threshold, step, one, one, one)
-        if count > WIDTH:
-            one, two, three = _reach(second, threshold, step, one, two, three)
-            for begin in range(2 * WIDTH, count, WIDTH):
-                place = begin + tl.arange(0, WIDTH)
-                keys = tl.load(keys_ptr + place, mask=place < count, other=0)
-                one, two, three = _reach(keys, threshold, step, one, two, three)
-        # Together, so that the threads meet once; in 32 bits, which a warp sums in one instruction.
-        sums = tl.sum(tl.reshape(tl.join(tl.join(one, two), tl.join(three, three)), [WIDTH, 4]), 0)
-        lower, upper = tl.split(tl.reshape(sums, [2, 2]))
-        low, middle = tl.split(lower)
-        high, _ = tl.split(upper)
-        steps = (low >= rank).to(tl.int32) + (middle >= rank).to(tl.int32) + (high >= rank).to(tl.int32)
-        threshold += step * steps.to(tl.uint32)
-        reached = tl.where(steps == 3, high, tl.where(steps == 2, middle, low))
-        above = tl.where(steps == 3, above, tl.where(steps == 2, high, tl.where(steps == 1, middle, low)))
-        done = (steps > 0) & (reached <= rank + slack)
-        tied = tl.where(done, count, rank - above)
-        shift = tl.where(done, -2, shift - 2)
+    if count <= FEW:
+        # Every warp takes all of them, one a lane in each of these: no warp waits for another.
+        lane = tl.arange(0, 32)
+        keys = ()
+        for i in tl.static_range(FEW // 32):
+            keys = keys + (tl.load(keys_ptr + 32 * i + lane, mask=32 * i + lane < count, other=0),)
+        while shift >= 0:
+            step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
+            one = tl.zeros([32], tl.int32)
+            two, three = one, one
+            for i in tl.static_range(FEW // 32):
+                one, two, three = _reach(keys[i], threshold, step, one, two, three)
+            low, middle, high = tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
+            threshold, above, tied, shift = _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack)
+    else:
+        # The first ones stay in registers: most often all.
+        index = tl.arange(0, WIDTH)
+        first = tl.load(keys_ptr + index, mask=index < count, other=0)
+        second = tl.load(keys_ptr + WIDTH + index, mask=WIDTH + index < count, other=0)
+        while shift >= 0:
+            step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
+            one = tl.zeros([WIDTH], tl.int32)
+            one, two, three = _reach(first, threshold, step, one, one, one)
+            if count > WIDTH:
+                one, two, three = _reach(second, threshold, step, one, two, three)
+                for begin in range(2 * WIDTH, count, WIDTH):
+                    more = tl.load(keys_ptr + begin + index, mask=begin + index < count, other=0)
+                    one, two, three = _reach(more, threshold, step, one, two, three)
+            # Together, so that the warps meet once; in 32 bits, which a warp sums in one instruction.
+            sums = tl.sum(tl.reshape(tl.join(tl.join(one, two), tl.join(three, three)), [WIDTH, 4]), 0)
+            lower, upper = tl.split(tl.reshape(sums, [2, 2]))
+            low, middle = tl.split(lower)
+            high, _ = tl.split(upper)
+            threshold, above, tied, shift = _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack)
     return tl.maximum(threshold, tl.full([], 1, tl.uint32)), tied
-
-
-@triton.jit
-def _ranks(keys_ptr, count, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """How many of `count` keys, at most PAIRS, go before each: larger ones, and equal ones before it.
-
-    None of them is 0, and what is behind them up to PAIRS is: loads without masks take four at a time.
-    """
-    index, row = tl.arange(0, PAIRS), tl.arange(0, ROWS)
-    keys = tl.load(keys_ptr + index)
-    less = keys - 1
-    ahead = tl.zeros([ROWS, PAIRS], tl.int32)
-    for begin in range(0, count, ROWS):
-        others = tl.load(keys_ptr + begin + row)
-        # One less for those before it: an equal key is then the larger one.
-        floor = tl.where((begin + row)[:, None] < index[None, :], less[None, :], keys[None, :])
-        ahead = tl.where(others[:, None] > floor, ahead + 1, ahead)
-    return tl.sum(ahead, 0)
 
 
 @triton.jit
@@ -278,10 +272,8 @@ def _top_pages(
     B_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    NEAR_WIDTH: tl.constexpr,
+    NEAR_BLOCKS: tl.constexpr,
     FEW: tl.constexpr,
-    PAIRS: tl.constexpr,
-    PAIRS_ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last.
@@ -316,19 +308,13 @@ def _top_pages(
         near = near_ptr + row * blocks_most
         blocks = (held + BLOCK - 1) // BLOCK
         kept = tl.minimum(blocks, budget)
-        tile, next_tile = _pair_of_tiles(best, blocks, WIDTH)
-        threshold, tied = _threshold(tile, next_tile, best, blocks, kept, kept // 4, WIDTH)
+        threshold, tied = _threshold(best, blocks, kept, kept // 4, WIDTH, FEW)
         more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        block = tl.arange(0, WIDTH)
-        taken, to, more, equal = _places(tile, threshold, tied, more, equal)
-        tl.store(near + to, block, mask=taken)
-        if blocks > WIDTH:
-            taken, to, more, equal = _places(next_tile, threshold, tied, more, equal)
-            tl.store(near + to, WIDTH + block, mask=taken)
-            for begin in range(2 * WIDTH, blocks, WIDTH):
-                keys = tl.load(best + begin + block, mask=begin + block < blocks, other=0)
-                taken, to, more, equal = _places(keys, threshold, tied, more, equal)
-                tl.store(near + to, begin + block, mask=taken)
+        for begin in range(0, blocks, WIDTH):
+            block = begin + tl.arange(0, WIDTH)
+            keys = tl.load(best + block, mask=block < blocks, other=0)
+            taken, to, more, equal = _places(keys, threshold, tied, more, equal)
+            tl.store(near + to, block, mask=taken)
         kept = more + tl.minimum(equal, tied)
         # What one thread stored others load.
         tl.debug_barrier()
@@ -337,40 +323,31 @@ def _top_pages(
         near_key = near_key_ptr + row * blocks_most * BLOCK
         near_page = near_page_ptr + row * blocks_most * BLOCK
         left = tl.full([], 0, tl.int32)
-        for begin in range(0, kept * BLOCK, NEAR_WIDTH):
-            place = begin + tl.arange(0, NEAR_WIDTH)
-            inside = place < kept * BLOCK
-            logical = tl.load(near + place // BLOCK, mask=inside, other=0) * BLOCK + place % BLOCK
-            keys = tl.load(keys_at + logical, mask=inside, other=0)
+        page = tl.arange(0, BLOCK)[None, :]
+        for begin in range(0, kept, NEAR_BLOCKS):
+            number = begin + tl.arange(0, NEAR_BLOCKS)
+            block = tl.load(near + number, mask=number < kept, other=0)
+            logical = block[:, None] * BLOCK + page
+            keys = tl.load(keys_at + logical, mask=(number < kept)[:, None], other=0)
             chosen = keys >= threshold
-            place = left + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            mark = chosen.to(tl.int32)
+            each = tl.sum(mark, 1)
+            place = (left + tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(mark, 1) - 1
             tl.store(near_key + place, keys, mask=chosen)
             tl.store(near_page + place, logical, mask=chosen)
-            left += tl.sum(chosen.to(tl.int32), 0)
-        slot = tl.arange(0, PAIRS)
-        tl.store(near_key + left + slot, tl.zeros_like(slot).to(tl.uint32), mask=left + slot < PAIRS)
+            left += tl.sum(each, 0)
         tl.debug_barrier()
 
-        if left <= PAIRS:
-            chosen = (slot < left) & (_ranks(near_key, left, PAIRS, PAIRS_ROWS) < budget)
-            place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-            logical = tl.load(near_page + slot, mask=chosen, other=0)
+        threshold, tied = _threshold(near_key, left, budget, 0, WIDTH, FEW)
+        more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+        for begin in range(0, left, FEW):
+            last = begin + tl.arange(0, FEW)
+            keys = tl.load(near_key + last, mask=last < left, other=0)
+            logical = tl.load(near_page + last, mask=last < left, other=0)
+            taken, to, more, equal = _places(keys, threshold, tied, more, equal)
             _write_pages(
-                pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
+                pages, to, logical, taken, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
             )
-        else:
-            first, second = _pair_of_tiles(near_key, left, FEW)
-            threshold, tied = _threshold(first, second, near_key, left, budget, 0, FEW)
-            more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-            for begin in range(0, left, FEW):
-                place = begin + tl.arange(0, FEW)
-                inside = place < left
-                keys = tl.load(near_key + place, mask=inside, other=0)
-                logical = tl.load(near_page + place, mask=inside, other=0)
-                chosen, place, more, equal = _places(keys, threshold, tied, more, equal)
-                _write_pages(
-                    pages, place, logical, chosen, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
-                )
 
 
 def normaliser(lse: torch.Tensor, combine: str) -> torch.Tensor:
@@ -467,8 +444,7 @@ def top_pages(
             tail are left.
     """
     batch, heads, blocks, _ = ranked.keys.shape
-    # Room for the keys that are compared each with each, and for zeros behind them.
-    most = max(min(blocks, budget_pages + budget_pages // 4), triton.cdiv(PAIRS, BLOCK))
+    most = min(blocks, budget_pages + budget_pages // 4)
 
     def rows(*tail: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(batch, heads, *tail, dtype=dtype, device=ranked.keys.device)
@@ -502,10 +478,8 @@ def top_pages(
         B_BLOCK=batch_block(batch),
         BLOCK=BLOCK,
         WIDTH=WIDTH,
-        NEAR_WIDTH=NEAR_WIDTH,
+        NEAR_BLOCKS=NEAR_BLOCKS,
         FEW=FEW,
-        PAIRS=PAIRS,
-        PAIRS_ROWS=PAIRS_ROWS,
         **chained(),
         num_warps=THREADS // 32,
         maxnreg=min(255, 65536 // THREADS),  # one program a (request, KV head) leaves room for it
