@@ -7,6 +7,8 @@ SGLANG_VERSION ?= 0.5.23
 TESTS ?= not gpu
 # a worker a core for tests that start no server
 SPREAD := -n auto --maxprocesses 4
+# two files at a time for those that start servers, each of which computes on one core; in order, since the second one is the longest
+SERVERS := -n 2 --dist loadfile --no-loadscope-reorder
 # the kernels under Triton's interpreter, in a run of their own
 KERNELS ?= TRITON_INTERPRET=1 $(VENV)/bin/python -m pytest -q $(SPREAD)
 # lines of the package that tests without a server run, shown after them
@@ -28,7 +30,7 @@ test: $(VENV)/.test-$(SGLANG_VERSION) ## run the tests; one kind: make test TEST
 	@# pytest ends with 5 where it has nothing to run, which only one of the two may
 	export HF_HUB_OFFLINE=1; \
 	$(VENV)/bin/python -m pytest -q $(SPREAD) --dist loadfile $(COVERAGE) -m '($(TESTS)) and not server'; light=$$?; \
-	$(VENV)/bin/python -m pytest -q -m '($(TESTS)) and server'; heavy=$$?; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q $(SERVERS) -m '($(TESTS)) and server'; heavy=$$?; \
 	[[ "$$light $$heavy" =~ ^(0 0|0 5|5 0)$$ ]]
 
 compat: ## run the tests on the oldest supported SGLang, 0.5.17

@@ -118,16 +118,13 @@ def decode_tables() -> str:
         group.setdefault(row["context"], {})[row["backend"]] = row["token_ms"]  # the latest of a size counts
     parts = []
     for (model, gpu, versions, batch), contexts in groups.items():
-        names = sorted({name for found in contexts.values() for name in found} - {"locks", "none"})
-        rows = [
-            f"| context | {' | '.join([*names, 'locks', 'no attention'])} | fastest dense / locks |",
-            "|---|" + "---|" * (len(names) + 3),
-        ]
+        timed = {name for found in contexts.values() for name in found}
+        names = sorted(timed - {"locks", "none"})
+        columns = [*names, *(name for name in ("locks", "none") if name in timed)]
+        headings = ("no attention" if name == "none" else name for name in columns)
+        rows = [f"| context | {' | '.join(headings)} | fastest dense / locks |", "|---|" + "---|" * (len(columns) + 1)]
         for context, found in sorted(contexts.items()):
-            cells = [
-                f"{found[name]['p50']:.2f} ({found[name]['p99']:.2f})" if name in found else ""
-                for name in (*names, "locks", "none")
-            ]
+            cells = [f"{found[name]['p50']:.2f} ({found[name]['p99']:.2f})" if name in found else "" for name in columns]
             dense = [found[name]["p50"] for name in names if name in found]
             ratio = f"{min(dense) / found['locks']['p50']:.2f}" if dense and "locks" in found else ""
             rows.append(f"| {tokens_short(context)} | {' | '.join(cells)} | {ratio} |")

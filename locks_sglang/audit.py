@@ -75,7 +75,6 @@ def audit(scheduler: Any, most_pages: int = 0) -> Audit:
     """
     import torch
 
-    from .kernels.common import PAGE_SIZE
     from .summary_pool import SummaryPool
 
     began = time.monotonic()
@@ -84,27 +83,20 @@ def audit(scheduler: Any, most_pages: int = 0) -> Audit:
         raise RuntimeError("no summaries on this KV pool; start the server with --attention-backend locks")
     if summaries.valid.is_cuda:
         torch.cuda.synchronize(summaries.valid.device)
-    owners: dict[int, tuple[str, int]] = {}
-    for owner, start, pages in _owned(scheduler):
-        for i, page in enumerate(pages):
-            owners.setdefault(page, (owner, start + PAGE_SIZE * i))
-    # What arrived without a forward pass, or waits for a centre, is built before the next plan.
-    for page in summaries.pending():
-        owners.pop(page, None)
+    owners = page_owners(scheduler, summaries)
     looked_at = sorted(owners)
     if 0 < most_pages < len(looked_at):
         looked_at = [looked_at[i * len(looked_at) // most_pages] for i in range(most_pages)]
 
-    group = getattr(scheduler, "tp_cpu_group", None)
-    shared = group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
-    rank = torch.distributed.get_rank(group) if shared else 0
+    group = rank_group(scheduler)
+    rank = 0 if group is None else torch.distributed.get_rank(group)
     told: tuple[int, list[Mismatch], str]
     try:
-        told = (*_compared(summaries, looked_at, owners, rank), "")
+        told = (*_all_compared(summaries, looked_at, owners, rank), "")
     except RuntimeError as error:  # out of memory, above all: the other ranks must not wait for this one
         told = (0, [], f"rank {rank}: {error}")
     gathered = [told]
-    if shared:
+    if group is not None:
         gathered = [told] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(gathered, told, group=group)
     failures = [failure for *_, failure in gathered if failure]
@@ -126,26 +118,63 @@ def audit(scheduler: Any, most_pages: int = 0) -> Audit:
     return result
 
 
-def _compared(
+def rank_group(scheduler: Any) -> Any:
+    """Group of the tensor-parallel ranks; None where there is one rank."""
+    import torch
+
+    group = getattr(scheduler, "tp_cpu_group", None)
+    shared = group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
+    return group if shared else None
+
+
+def page_owners(scheduler: Any, summaries: Any) -> dict[int, tuple[str, int]]:
+    """Complete physical pages that the radix tree or a running request owns: by whom, and the position of the first token.
+
+    Without those that are going to be built before the next plan anyway: their KV arrived without a forward pass, or they wait
+    for a centre.
+    """
+    from .kernels.common import PAGE_SIZE
+
+    owners: dict[int, tuple[str, int]] = {}
+    for owner, start, pages in _owned(scheduler):
+        for i, page in enumerate(pages):
+            owners.setdefault(page, (owner, start + PAGE_SIZE * i))
+    for page in summaries.pending():
+        owners.pop(page, None)
+    return owners
+
+
+def _all_compared(
     summaries: Any, pages: Sequence[int], owners: Mapping[int, tuple[str, int]], rank: int
 ) -> tuple[int, list[Mismatch]]:
-    """Summaries that these pages lack, and those that do not fit, which are marked."""
+    """`compared` in all layers, some pages at a time."""
+    missing, found = 0, []
+    for at in range(0, len(pages), CHUNK):
+        lacking, unlike = compared(summaries, pages[at : at + CHUNK], owners, rank, summaries.layer_ids)
+        missing += lacking
+        found += unlike
+    return missing, found
+
+
+def compared(
+    summaries: Any, pages: Sequence[int], owners: Mapping[int, tuple[str, int]], rank: int, layer_ids: Sequence[int]
+) -> tuple[int, list[Mismatch]]:
+    """How many summaries these pages lack in these layers, and those that do not fit: such pages are marked to be rebuilt."""
     import torch
 
     from .kernels.common import PAGE_SIZE, token_slots
 
-    missing, found = 0, []
-    for at in range(0, len(pages), CHUNK):
-        chunk = torch.tensor(pages[at : at + CHUNK], dtype=torch.int64)
-        valid = summaries.valid[:, chunk.to(summaries.valid.device)]
-        lacking = {(summaries.first_layer + i, int(chunk[j])) for i, j in (~valid).nonzero().tolist()}
-        missing += len(lacking)
-        unlike = [pair for pair in summaries.verify(chunk) if pair not in lacking]
-        found += [Mismatch(rank, layer, page, *owners[page]) for layer, page in unlike]
+    chunk = torch.tensor(pages, dtype=torch.int64)
+    at, where = chunk.to(summaries.valid.device), {layer_id: layer_id - summaries.first_layer for layer_id in layer_ids}
+    lacking = {
+        (layer_id, pages[j]) for layer_id, i in where.items() for j in (~summaries.valid[i, at]).nonzero().flatten().tolist()
+    }
+    unlike = [pair for pair in summaries.verify(chunk, layer_ids=layer_ids) if pair not in lacking]
+    found = [Mismatch(rank, layer, page, *owners[page]) for layer, page in unlike]
     if found:
         bad = torch.tensor(sorted({mismatch.page for mismatch in found}), dtype=torch.int64)
         summaries.mark_dirty(token_slots(bad, PAGE_SIZE))
-    return missing, found
+    return len(lacking), found
 
 
 def _owned(scheduler: Any) -> Iterator[tuple[str, int, list[int]]]:

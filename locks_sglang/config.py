@@ -57,6 +57,9 @@ class LocksConfig:
     dense_backend: str = _setting(
         "auto", ", ".join(DENSE_BACKENDS), "backend for prefill; auto is what SGLang would have picked without locks"
     )
+    idle_audit_ms: int = _setting(
+        20, "0 (never) to 10000", "milliseconds at a time in which an idle server compares its summaries with fresh ones"
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -75,6 +78,7 @@ class LocksConfig:
         self._check("tail_correction", self.tail_correction in TAIL_CORRECTIONS)
         self._check("min_context_tokens", self.min_context_tokens >= 0)
         self._check("dense_backend", self.dense_backend in DENSE_BACKENDS)
+        self._check("idle_audit_ms", 0 <= self.idle_audit_ms <= 10_000)
 
     def _check_type(self, spec: dataclasses.Field) -> None:
         value = getattr(self, spec.name)

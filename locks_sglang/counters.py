@@ -58,7 +58,8 @@ class Counters:
         built: per layer, pages summarised because a step filled them. reused: cached prefix pages that requests started
             with. rebuilt: pages whose KV had arrived without a forward pass.
         mixed_decode_requests: ids of the decoding requests that SGLang appended to the prefill batch that is planned next.
-        audits: times that the stored summaries were compared with fresh ones. mismatched: summaries that did not fit, over all
+        audits: times that the stored summaries were compared with fresh ones on request. idle_audits: times that all were at
+            idle. mismatched: summaries that did not fit, over all
             ranks; must stay 0.
         invalid_pages: int64 [1] on the device, (layer, complete page) pairs that a decode step met without a valid summary;
             must stay 0.
@@ -73,6 +74,7 @@ class Counters:
     reused: int = 0
     rebuilt: int = 0
     audits: int = 0
+    idle_audits: int = 0
     mismatched: int = 0
     mixed_decode_requests: frozenset[str] = frozenset()
     invalid_pages: torch.Tensor | None = None
@@ -94,6 +96,7 @@ class Counters:
             "summaries_reused": self.reused,
             "summaries_rebuilt": self.rebuilt,
             "audits": self.audits,
+            "idle_audits": self.idle_audits,
             "summaries_mismatched": self.mismatched,
             "invalid_pages": 0 if self.invalid_pages is None else int(self.invalid_pages.item()),
         }

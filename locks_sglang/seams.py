@@ -21,6 +21,7 @@ PATCH_MODULES = (
     "kv_arrival",
     "mixed_batch",
     "internal_state",
+    "idle",
     "metrics",
     "cpu_rotary",
     "cpu_dispatch",

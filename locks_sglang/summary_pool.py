@@ -4,6 +4,8 @@ It never owns a page. A page is `slot // 16`; whoever owns the slots (a radix no
 That is why a prefix hit, a node split, a freed duplicate or an eviction needs no work here.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 from .audit import Audit
@@ -219,12 +221,15 @@ class SummaryPool:
         self.center[index] = k[ordinary].mean((0, 1))
         self._centred[index] = True
 
-    def verify(self, pages: torch.Tensor, slack: float = VERIFY_SLACK) -> list[tuple[int, int]]:
+    def verify(
+        self, pages: torch.Tensor, slack: float = VERIFY_SLACK, layer_ids: Iterable[int] | None = None
+    ) -> list[tuple[int, int]]:
         """Compare stored records with fresh rebuilds from the KV pool.
 
         Args:
             pages: int64 [n], complete physical pages that somebody owns.
             slack: see `VERIFY_SLACK`; 0 asks for equality, bit for bit.
+            layer_ids: of `layer_ids`; None for all.
 
         Returns:
             (layer id, page) of every page without a valid summary or whose record does not describe its keys and values.
@@ -232,7 +237,7 @@ class SummaryPool:
         """
         bad: list[tuple[int, int]] = []
         pages = pages.to(self.valid.device)
-        for layer_id in self.layer_ids:
+        for layer_id in self.layer_ids if layer_ids is None else layer_ids:
             index = layer_id - self.first_layer
             keys, values = self._buffers(layer_id)
             slots = token_slots(pages, PAGE_SIZE)

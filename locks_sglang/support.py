@@ -220,7 +220,7 @@ def _sinks(runner: Any) -> str:
 
 _UNPROVEN = "not proven in this release"
 _OTHER_BACKEND = "Use the backend that SGLang picks for this model"
-_TWIN = "tests/test_inprocess.py::test_dense_twin"
+_TWIN = "tests/test_dense_twin.py::test_dense_twin"
 _ARGUMENTS = "tests/test_support.py::test_refused_arguments"
 _MODELS = "tests/test_support.py::test_refused_models"
 _LAYERS = "tests/test_support.py::test_refused_layers"

@@ -1,6 +1,9 @@
 """Scenarios that run on a real scheduler inside a worker process (`worker.py`). Each asserts and returns plain data."""
 
+import dataclasses
+import logging
 import pydoc_data.topics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +12,7 @@ import torch
 
 from locks_sglang import radix
 from locks_sglang.audit import audit, table_row
+from locks_sglang.idle_audit import SETTLED_S
 from locks_sglang.inprocess import InProcessServer, Request
 
 PAGE = 16
@@ -332,6 +336,48 @@ def audit_covers_running_requests(server: InProcessServer) -> None:
 
     server.run(audited())
     assert max(found.pages for found in audits) == (len(prompt) + 59) // PAGE
+    assert_summaries_are_fresh(server)
+
+
+def idle_audit_finds_what_does_not_fit(server: InProcessServer) -> None:
+    """Once nothing has happened for a while, every page of the radix tree is compared, a slice at a time, once; what does not
+    fit is told and rebuilt before the next step."""
+    server.flush_cache()
+    prompt = text_tokens(server, 800, skip=2100)
+    server.generate([prompt], 2)
+    summaries, counters = server.backend.summaries, server.backend.summaries.counters
+    before = dataclasses.replace(counters)
+    page = int(radix.path(server.tree, prompt)[-1].pages[-1])
+    summaries.record[summaries.num_layers - 1, page] ^= 255
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("locks_sglang.idle_audit")
+    logger.addHandler(handler)
+    turns: list[float] = []
+
+    def idle() -> Iterator[None]:
+        until = time.monotonic() + 120.0
+        while counters.idle_audits == before.idle_audits and time.monotonic() < until:
+            turns.append(time.monotonic())
+            yield
+        settled = time.monotonic()
+        while time.monotonic() < settled + 2.0 * SETTLED_S:
+            yield
+
+    try:
+        server.run(idle())
+    finally:
+        logger.removeHandler(handler)
+    # The first turns wait; the sweep takes several; and then it is done until there is another step.
+    assert turns[-1] - turns[0] >= SETTLED_S
+    assert counters.idle_audits == before.idle_audits + 1
+    assert counters.mismatched == before.mismatched + 1
+    assert len(told) == 1
+    assert f"layer {summaries.layer_ids[-1]}, page {page} (node " in told[0]
+    assert summaries.pending() == {page}
+    server.generate([prompt], 2)
+    assert counters.rebuilt == before.rebuilt + 1
     assert_summaries_are_fresh(server)
 
 

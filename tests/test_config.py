@@ -21,7 +21,7 @@ from locks_sglang.config import COMBINES, DENSE_BACKENDS, FLAGS_VARIABLE, NAMES,
 from locks_sglang.patches.command_line import add_flags
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(LocksConfig)}
-NUMBERS = ("rank", "budget_tokens", "sink_pages", "recent_pages", "min_context_tokens")
+NUMBERS = ("rank", "budget_tokens", "sink_pages", "recent_pages", "min_context_tokens", "idle_audit_ms")
 CHOICES = {"combine": COMBINES, "tail_correction": TAIL_CORRECTIONS, "dense_backend": DENSE_BACKENDS}
 JUST_OUT_OF_RANGE = {
     "rank": ("0", "16"),
@@ -29,6 +29,7 @@ JUST_OUT_OF_RANGE = {
     "sink_pages": ("-1", "1025"),
     "recent_pages": ("0", "1025"),
     "min_context_tokens": ("-1",),
+    "idle_audit_ms": ("-1", "10001"),
 }
 NOT_A_FILE = ("abc", "-1", "", "missing.toml")
 
@@ -95,6 +96,7 @@ def test_internal_variable_is_not_for_users(value: str) -> None:
         ("sink_pages", ("0", "1024")),
         ("recent_pages", ("1", "1024")),
         ("min_context_tokens", ("0", "1000000")),
+        ("idle_audit_ms", ("0", "10000")),
     ],
 )
 def test_edges_of_the_range_are_accepted(name: str, edges: tuple[str, str]) -> None:
@@ -180,6 +182,7 @@ SETTINGS = st.fixed_dictionaries(
         "tail_correction": st.sampled_from(TAIL_CORRECTIONS),
         "min_context_tokens": st.integers(0, 2),
         "dense_backend": st.sampled_from(DENSE_BACKENDS),
+        "idle_audit_ms": st.sampled_from((0, 20)),
     },
 )
 
@@ -193,7 +196,7 @@ def test_digests_are_equal_exactly_when_settings_are(first: dict[str, Any], seco
 
 def test_digest_depends_on_every_setting() -> None:
     other: dict[str, Any] = {"rank": 4, "budget_tokens": 512, "sink_pages": 2, "recent_pages": 2, "combine": "max"}
-    other |= {"tail_correction": "off", "min_context_tokens": 1, "dense_backend": "triton"}
+    other |= {"tail_correction": "off", "min_context_tokens": 1, "dense_backend": "triton", "idle_audit_ms": 0}
     assert set(other) == set(NAMES)
     digests = [LocksConfig(**{name: value}).digest for name, value in other.items()]
     assert len({LocksConfig().digest, *digests}) == len(NAMES) + 1
@@ -436,7 +439,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     bad.write_text('{"bugdet_tokens": 512}')
     yaml.write_text("attention-backend: locks\nlocks-budget-tokens: 512\nlocks-rank: 2\n")
     every = {"rank": "4", "budget_tokens": "512", "sink_pages": "2", "recent_pages": "3", "combine": "peak"}
-    every |= {"tail_correction": "off", "min_context_tokens": "100", "dense_backend": "torch_native"}
+    every |= {"tail_correction": "off", "min_context_tokens": "100", "dense_backend": "torch_native", "idle_audit_ms": "5"}
     spaced = [part for name, value in every.items() for part in ("--locks-" + name.replace("_", "-"), value)]
     joined = [f"--locks-{name.replace('_', '-')}={value}" for name, value in every.items()]
     attempts: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -475,7 +478,7 @@ def test_start_without_settings(starts: dict[str, Start]) -> None:
 
 @pytest.mark.parametrize("form", ["every flag", "every flag with ="])
 def test_every_flag(starts: dict[str, Start], form: str) -> None:
-    expected = LocksConfig(4, 512, 2, 3, "peak", "off", 100, "torch_native")
+    expected = LocksConfig(4, 512, 2, 3, "peak", "off", 100, "torch_native", 5)
     assert starts[form].error == ""
     assert starts[form].settings == dataclasses.asdict(expected)
     assert starts[form].digest == expected.digest

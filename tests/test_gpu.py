@@ -58,6 +58,7 @@ def sparse(request: pytest.FixtureRequest, model_path: str) -> Iterator[Worker]:
         "abort_keeps_summaries",
         "mixed_rows_are_counted",
         "audit_covers_running_requests",
+        "idle_audit_finds_what_does_not_fit",
     ],
 )
 def test_scenario(sparse: Worker, name: str) -> None:

@@ -287,13 +287,15 @@ def test_after_hooks_leave_other_backends_alone() -> None:
     state = SimpleNamespace(internal_state={})
     assert hook("get_internal_state")(state, batch) is None
     assert state.internal_state == {}
+    assert hook("maybe_sleep_on_idle")(batch) is None
+    assert set(vars(batch)) == {"token_to_kv_pool_allocator"}
     assert vars(pool) == {}
 
 
 def test_every_hook_is_tried_on_another_backend() -> None:
     """Above; flags, which the command line of every backend has, and the choice in `test_installing_changes_nothing...`."""
     around = {seam.target for seam in SEAMS if seam.kind == "around"}
-    after = {seam.target for seam in SEAMS if seam.kind == "after" and not seam.target.endswith(".add_cli_args")}
+    after = {seam.target for seam in SEAMS if seam.kind in ("before", "after") and not seam.target.endswith(".add_cli_args")}
     assert sum(target.endswith(end) for target in around for end, _, _ in AROUND) == len(around) == len(AROUND)
     text = inspect.getsource(test_after_hooks_leave_other_backends_alone)
     tried = re.findall(r'hook\("([\w.]+)"\)', text)
