@@ -1,4 +1,4 @@
-"""Dense twin: with a budget above the length, greedy tokens of the real model on a real scheduler equal those of SGLang's backend."""
+"""Dense twin: with a budget above the length, greedy tokens on a real scheduler equal those of SGLang's own backend."""
 
 from pathlib import Path
 
