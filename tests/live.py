@@ -33,6 +33,7 @@ class Answer:
     Attributes:
         tokens, text: what was generated. candidates: of every position, where they were asked for.
         prompt_tokens, cached_tokens: of the prompt, and of it found in the radix cache.
+        retractions: times that SGLang took the request's pages away.
     """
 
     tokens: list[int]
@@ -40,6 +41,7 @@ class Answer:
     candidates: list[Candidates]
     prompt_tokens: int
     cached_tokens: int
+    retractions: int
 
 
 def _post(url: str, body: Mapping[str, Any]) -> Any:
@@ -110,6 +112,7 @@ def generate(url: str, prompt: Sequence[int], new_tokens: int, *, candidates: bo
         [_candidates(entry) for entry in meta.get("output_top_logprobs", ())],
         meta["prompt_tokens"],
         meta["cached_tokens"],
+        meta.get("num_retractions", 0),
     )
 
 
