@@ -140,17 +140,20 @@ def kernel_table() -> str:
     machines = set()
     for line in KERNELS.read_text().splitlines():
         row = json.loads(line)
-        machines.add(f"{row['gpu']}, torch {row['torch']}, Triton {row['triton']}, commit {row['commit']}")
-        size = (row["heads"], row["group"], row["dim"], row["rank"], row["batch"], row["budget_pages"], row["context"])
+        machines.add(f"{row['gpu']}, torch {row['torch']}, Triton {row['triton']}")
+        shape = row["heads"], row["group"], row["dim"], row["rank"], row["batch"], row["budget_pages"]
+        size = (*shape, row["context"], row["commit"])
         cells.setdefault(size, {})[row["kernel"]] = row["us"]
     names = list(dict.fromkeys(name for found in cells.values() for name in found))
     rows = [
-        f"| H, G, D | rank | batch | pages read | context | {' | '.join(names)} |",
-        "|---|---|---|---|---|" + "---|" * len(names),
+        f"| H, G, D | rank | batch | pages read | context | commit | {' | '.join(names)} |",
+        "|---|---|---|---|---|---|" + "---|" * len(names),
     ]
-    for (heads, group, dim, rank, batch, pages, context), found in cells.items():
+    for (heads, group, dim, rank, batch, pages, context, commit), found in cells.items():
         times = " | ".join(f"{found[name]:,.1f}" if name in found else "" for name in names)
-        rows.append(f"| {heads}, {group}, {dim} | {rank} | {batch} | {pages} | {tokens_short(context)} | {times} |")
+        rows.append(
+            f"| {heads}, {group}, {dim} | {rank} | {batch} | {pages} | {tokens_short(context)} | {str(commit)[:7]} | {times} |"
+        )
     return (
         f"Microseconds a layer, median, launch included, cold L2 cache: {'; '.join(sorted(machines))}. "
         f"From `{KERNELS.relative_to(ROOT)}`.\n\n" + "\n".join(rows)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,12 +133,19 @@ def page_owners(scheduler: Any, summaries: Any) -> dict[int, tuple[str, int]]:
     Without those that are going to be built before the next plan anyway: their KV arrived without a forward pass, or they wait
     for a centre.
     """
+    import torch
+
     from .kernels.common import PAGE_SIZE
 
     owners: dict[int, tuple[str, int]] = {}
-    for owner, start, pages in _owned(scheduler):
-        for i, page in enumerate(pages):
-            owners.setdefault(page, (owner, start + PAGE_SIZE * i))
+    for owned in (_nodes(scheduler), _requests(scheduler)):
+        # One transfer for all of them.
+        pages = torch.cat([slots[::PAGE_SIZE] for *_, slots in owned]).cpu() // PAGE_SIZE if owned else torch.empty(0)
+        for (owner, start, _), part in zip(
+            owned, pages.split([-(-len(slots) // PAGE_SIZE) for *_, slots in owned]), strict=True
+        ):
+            for i, page in enumerate(part.tolist()):
+                owners.setdefault(page, (owner, start + PAGE_SIZE * i))
     for page in summaries.pending():
         owners.pop(page, None)
     return owners
@@ -177,26 +184,29 @@ def compared(
     return len(lacking), found
 
 
-def _owned(scheduler: Any) -> Iterator[tuple[str, int, list[int]]]:
-    """Who owns complete pages: its name, the position of the first page, and the pages."""
+def _nodes(scheduler: Any) -> list[tuple[str, int, Any]]:
+    """Nodes of the radix tree: name, position of the first token, slots."""
     from . import radix
+
+    try:
+        return [(f"node {number}", start, slots) for number, (start, slots) in enumerate(radix.nodes(scheduler.tree_cache))]
+    except radix.RadixViewError:
+        return []  # without a radix cache requests own all there is
+
+
+def _requests(scheduler: Any) -> list[tuple[str, int, Any]]:
+    """Running requests: name, position of the first token, slots of complete pages."""
     from .kernels.common import PAGE_SIZE
 
-    tree = scheduler.tree_cache
-    try:
-        for number, node in enumerate(radix.walk(tree)):
-            yield f"node {number}", node.start, node.pages.tolist()
-    except radix.RadixViewError:
-        pass  # without a radix cache requests own all there is
     table = scheduler.req_to_token_pool.req_to_token
     batches = (scheduler.running_batch, scheduler.last_batch)
     requests = {id(request): request for batch in batches if batch is not None for request in batch.reqs}
+    found = []
     for request in requests.values():
         row = table_row(request)
-        if row is None or request.finished():
-            continue
-        slots = table[row, : stored_tokens(request) // PAGE_SIZE * PAGE_SIZE : PAGE_SIZE]
-        yield f"request {request.rid}", 0, (slots // PAGE_SIZE).tolist()
+        if row is not None and not request.finished():
+            found.append((f"request {request.rid}", 0, table[row, : stored_tokens(request) // PAGE_SIZE * PAGE_SIZE]))
+    return found
 
 
 def table_row(request: Any) -> int | None:

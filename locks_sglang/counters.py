@@ -58,9 +58,8 @@ class Counters:
         built: per layer, pages summarised because a step filled them. reused: cached prefix pages that requests started
             with. rebuilt: pages whose KV had arrived without a forward pass.
         mixed_decode_requests: ids of the decoding requests that SGLang appended to the prefill batch that is planned next.
-        audits: times that the stored summaries were compared with fresh ones on request. idle_audits: times that all were at
-            idle. mismatched: summaries that did not fit, over all
-            ranks; must stay 0.
+        audits, idle_audits: times that the stored summaries were compared with fresh ones, on request and all of them at idle.
+        mismatched: summaries that did not fit, on request over all ranks, at idle of this one; must stay 0.
         invalid_pages: int64 [1] on the device, (layer, complete page) pairs that a decode step met without a valid summary;
             must stay 0.
     """

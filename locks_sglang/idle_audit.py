@@ -4,20 +4,19 @@ looked at once since its last step."""
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .audit import SHOWN, Mismatch, compared, page_owners, rank_group
+from .audit import CHUNK, SHOWN, Mismatch, compared, page_owners, rank_group
 
 logger = logging.getLogger(__name__)
 
 SETTLED_S = 1.0
 """Seconds without a step before it begins: between the requests of a busy server it does nothing."""
 SLICE = 64
-LARGEST_SLICE = 4096
-"""Pages of one layer that are compared together, at first and at most."""
+"""Pages of one layer that are compared together, at first; `CHUNK` at most."""
 
 
 class IdleAudit:
@@ -25,7 +24,8 @@ class IdleAudit:
 
     Args:
         summaries: the scheduler's `SummaryPool`.
-        milliseconds: how long a slice may take; 0 switches it off. A request that comes meanwhile waits as long.
+        milliseconds: how long a slice should take; 0 switches it off. A request that comes meanwhile waits as long, or for the
+            walk of the radix tree with which it begins.
     """
 
     def __init__(self, summaries: Any, milliseconds: int) -> None:
@@ -33,13 +33,17 @@ class IdleAudit:
         self._seconds = milliseconds / 1000
         self._steps = -1
         self._idle_since = 0.0
-        self._sweep: Iterator[None] | None = None
-        self._swept = milliseconds == 0
-        self._last_page = -1
+        self._sweep: Iterator[int] | None = None
+        self._swept = False
         self._size = SLICE
+        # The layer, by its place, and page that were looked at last.
+        self._at = 0, -1
 
     def turn(self, scheduler: Any) -> None:
-        """Called whenever SGLang's `Scheduler` finds nothing to do; waits for the device during a slice."""
+        """Called whenever SGLang's `Scheduler` finds nothing to do; waits for the device during a slice.
+
+        Raises nothing: a fault here must not end a server that has none otherwise.
+        """
         if self._seconds == 0:
             return
         now = time.monotonic()
@@ -47,42 +51,49 @@ class IdleAudit:
             self._steps, self._idle_since, self._sweep, self._swept = scheduler.forward_ct, now, None, False
         if self._swept or now - self._idle_since < SETTLED_S:
             return
-        self._sweep = self._sweep or self._slices(scheduler)
         try:
-            for _ in self._sweep:
-                if time.monotonic() - now >= self._seconds:
-                    return
-            self._summaries.counters.idle_audits += 1
-        except RuntimeError as error:  # out of memory, above all: serving goes on without
-            logger.warning("locks: the audit at idle stopped: %s", error)
-        self._swept = True
+            self._sweep = self._sweep or self._slices(scheduler)
+            if self._advance(self._sweep, now + self._seconds):
+                self._swept = True
+        except torch.OutOfMemoryError:
+            # Again after the next step, with less.
+            self._swept, self._size = True, max(self._size // 2, 1)
+        except Exception:
+            self._seconds = 0
+            logger.exception("locks: the audit at idle failed and is switched off; serving goes on")
 
-    def _slices(self, scheduler: Any) -> Iterator[None]:
-        """Compare all pages, one layer of some of them between two turns, from the page after the last one on: so those of a
-        server that is never idle for long all have their turn."""
+    def _advance(self, sweep: Iterator[int], until: float) -> bool:
+        """Whether the sweep has come to its end."""
+        return all(time.monotonic() < until for _ in sweep)
+
+    def _slices(self, scheduler: Any) -> Iterator[int]:
+        """Compare all pages layer by layer, some between two turns, from where the last sweep ended or was broken off: so all
+        have their turn on a server that is never idle for long. Yields how many were compared."""
         owners = page_owners(scheduler, self._summaries)
         pages = sorted(owners)
-        first = bisect_right(pages, self._last_page)
-        pages = pages[first:] + pages[:first]
+        if not pages:
+            return
         group = rank_group(scheduler)
         rank = 0 if group is None else torch.distributed.get_rank(group)
-        while pages:
-            chunk, pages = pages[: self._size], pages[self._size :]
-            slowest = 0.0
-            found: list[Mismatch] = []
-            for layer_id in self._summaries.layer_ids:
+        layers = list(self._summaries.layer_ids)
+        begin, page = self._at
+        first = bisect_right(pages, page)
+        runs = [(begin, pages[first:]), *((begin + i, pages) for i in range(1, len(layers))), (begin, pages[:first])]
+        for layer, rest in runs:
+            while rest:
+                chunk, rest = rest[: self._size], rest[self._size :]
                 began = time.monotonic()
-                found += compared(self._summaries, chunk, owners, rank, [layer_id])[1]
-                slowest = max(slowest, time.monotonic() - began)
-                yield
-            self._tell(found)
-            self._last_page = chunk[-1]
-            if slowest > self._seconds:
-                self._size = max(self._size // 2, 1)
-            elif slowest < self._seconds / 4:
-                self._size = min(2 * self._size, LARGEST_SLICE)
+                self._compare(chunk, owners, rank, layers[layer % len(layers)])
+                self._at = layer % len(layers), chunk[-1]
+                self._fit(time.monotonic() - began)
+                yield len(chunk)
+        self._summaries.counters.idle_audits += 1
 
-    def _tell(self, found: list[Mismatch]) -> None:
+    def _compare(self, pages: Sequence[int], owners: Mapping[int, tuple[str, int]], rank: int, layer_id: int) -> None:
+        """Compare these pages of one layer, and tell at once what does not fit."""
+        pending = self._summaries.pending()
+        settled = [page for page in pages if page not in pending]
+        found: list[Mismatch] = compared(self._summaries, settled, owners, rank, [layer_id])[1] if settled else []
         self._summaries.counters.mismatched += len(found)
         for mismatch in found[:SHOWN]:
             logger.error(
@@ -95,3 +106,10 @@ class IdleAudit:
             )
         if len(found) > SHOWN:
             logger.error("locks: and %d more", len(found) - SHOWN)
+
+    def _fit(self, seconds: float) -> None:
+        """Take more or fewer pages at a time, by how long these took."""
+        if seconds > self._seconds:
+            self._size = max(self._size // 2, 1)
+        elif seconds < self._seconds / 4:
+            self._size = min(2 * self._size, CHUNK)

@@ -148,8 +148,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "audits_total",
-        "Audits by the canary: times that stored summaries were compared with fresh ones, on request or at idle.",
-        lambda r: r.counters.audits + r.counters.idle_audits,
+        "Audits by the canary (locks-sglang audit): times that stored summaries were compared with fresh ones on request.",
+        lambda r: r.counters.audits,
     ),
     Metric(
         "summaries_mismatched_total",

@@ -103,24 +103,30 @@ def walk(tree: Any) -> Iterator[NodeSummaries]:
         RadixViewError: no `locks` backend runs on the tree's KV pool, or the tree is of an unknown kind.
     """
     pool = _pool(tree)
+    for start, slots in nodes(tree):
+        yield _summaries(pool, start, slots)
+
+
+def nodes(tree: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """Start position and slots int [n] of the nodes that `walk` visits, without waiting for the device; raises likewise."""
+    _pool(tree)
     core = getattr(tree, "tree_core", None)
     if core is not None:
         rows = core.walk_for_kv_canary(False, False)
-        for start, slots in _segments(rows.slot_indices, rows.positions, rows.prev_slot_indices):
-            yield _summaries(pool, start, slots)
+        yield from _segments(rows.slot_indices, rows.positions, rows.prev_slot_indices)
         return
     pending = [(0, node) for node in tree.root_node.children.values()]
     while pending:
         start, node = pending.pop()
         if node.value is not None:
-            yield _summaries(pool, start, node.value)
+            yield start, node.value
         pending += [(start + len(node.key), child) for child in node.children.values()]
 
 
 def owned_pages(tree: Any) -> torch.Tensor:
-    """Physical pages int64 [n] that the tree owns, sorted."""
-    found = [node.pages for node in walk(tree)]
-    return torch.cat(found).sort().values if found else torch.empty(0, dtype=torch.int64)
+    """Physical pages int64 [n] that the tree owns, sorted, on the CPU."""
+    found = [slots[::PAGE_SIZE] for _, slots in nodes(tree)]
+    return (torch.cat(found).cpu().long() // PAGE_SIZE).sort().values if found else torch.empty(0, dtype=torch.int64)
 
 
 def _pool(tree: Any) -> SummaryPool:

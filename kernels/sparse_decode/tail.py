@@ -175,7 +175,8 @@ def _sum_tail(
             group = 8 * tile + tl.arange(0, 8)
             tl.store(peak_ptr + item * GROUP + group, best, mask=group < GROUP)
             tl.store(sum_ptr + item * GROUP + group, total, mask=group < GROUP)
-            # Their sums through memory, in one exchange; the barriers behind `best` have kept the last item's apart.
+            # Their sums through memory, in one exchange. All of it depends on `best`, for which all warps met: so every one has
+            # read by then what the last item left there.
             part = (tl.program_id(0) * WARPS + (thread >> 5)) * (8 * CHUNK) + r * CHUNK + c * (CHUNK // 4)
             for column in tl.static_range(2):
                 for i in tl.static_range(0, TILES, 4):
