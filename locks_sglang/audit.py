@@ -88,8 +88,7 @@ def audit(scheduler: Any, most_pages: int = 0) -> Audit:
     if 0 < most_pages < len(looked_at):
         looked_at = [looked_at[i * len(looked_at) // most_pages] for i in range(most_pages)]
 
-    group = rank_group(scheduler)
-    rank = 0 if group is None else torch.distributed.get_rank(group)
+    group, rank = rank_group(scheduler)
     told: tuple[int, list[Mismatch], str]
     try:
         told = (*_all_compared(summaries, looked_at, owners, rank), "")
@@ -118,13 +117,13 @@ def audit(scheduler: Any, most_pages: int = 0) -> Audit:
     return result
 
 
-def rank_group(scheduler: Any) -> Any:
-    """Group of the tensor-parallel ranks; None where there is one rank."""
+def rank_group(scheduler: Any) -> tuple[Any, int]:
+    """Group of the tensor-parallel ranks, None where there is one rank, and this rank in it."""
     import torch
 
     group = getattr(scheduler, "tp_cpu_group", None)
     shared = group is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size(group) > 1
-    return group if shared else None
+    return (group, torch.distributed.get_rank(group)) if shared else (None, 0)
 
 
 def page_owners(scheduler: Any, summaries: Any) -> dict[int, tuple[str, int]]:

@@ -33,7 +33,7 @@ class IdleAudit:
         self._seconds = milliseconds / 1000
         self._steps = -1
         self._idle_since = 0.0
-        self._sweep: Iterator[int] | None = None
+        self._sweep: Iterator[None] | None = None
         self._swept = False
         self._size = SLICE
         # The layer, by its place, and page that were looked at last.
@@ -53,29 +53,24 @@ class IdleAudit:
             return
         try:
             self._sweep = self._sweep or self._slices(scheduler)
-            if self._advance(self._sweep, now + self._seconds):
-                self._swept = True
+            self._swept = all(time.monotonic() < now + self._seconds for _ in self._sweep)
         except torch.OutOfMemoryError:
             # Again after the next step, with less.
-            self._swept, self._size = True, max(self._size // 2, 1)
+            self._swept = True
+            self._fit(float("inf"))
         except Exception:
             self._seconds = 0
             logger.exception("locks: the audit at idle failed and is switched off; serving goes on")
 
-    def _advance(self, sweep: Iterator[int], until: float) -> bool:
-        """Whether the sweep has come to its end."""
-        return all(time.monotonic() < until for _ in sweep)
-
-    def _slices(self, scheduler: Any) -> Iterator[int]:
+    def _slices(self, scheduler: Any) -> Iterator[None]:
         """Compare all pages layer by layer, some between two turns, from where the last sweep ended or was broken off: so all
-        have their turn on a server that is never idle for long. Yields how many were compared."""
+        have their turn on a server that is never idle for long."""
         owners = page_owners(scheduler, self._summaries)
         pages = sorted(owners)
         if not pages:
             return
-        group = rank_group(scheduler)
-        rank = 0 if group is None else torch.distributed.get_rank(group)
-        layers = list(self._summaries.layer_ids)
+        _, rank = rank_group(scheduler)
+        layers = self._summaries.layer_ids
         begin, page = self._at
         first = bisect_right(pages, page)
         runs = [(begin, pages[first:]), *((begin + i, pages) for i in range(1, len(layers))), (begin, pages[:first])]
@@ -86,7 +81,7 @@ class IdleAudit:
                 self._compare(chunk, owners, rank, layers[layer % len(layers)])
                 self._at = layer % len(layers), chunk[-1]
                 self._fit(time.monotonic() - began)
-                yield len(chunk)
+                yield
         self._summaries.counters.idle_audits += 1
 
     def _compare(self, pages: Sequence[int], owners: Mapping[int, tuple[str, int]], rank: int, layer_id: int) -> None:

@@ -31,7 +31,7 @@ class Bench:
         self.scheduler = SimpleNamespace(forward_ct=1)
         self.audit = IdleAudit(self.summaries, milliseconds)
         monkeypatch.setattr(idle_audit, "page_owners", lambda scheduler, summaries: dict(PAGES))
-        monkeypatch.setattr(idle_audit, "rank_group", lambda scheduler: None)
+        monkeypatch.setattr(idle_audit, "rank_group", lambda scheduler: (None, 0))
         monkeypatch.setattr(idle_audit, "compared", self._compared)
         monkeypatch.setattr(idle_audit.time, "monotonic", lambda: self.now)
 
