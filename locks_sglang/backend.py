@@ -117,9 +117,10 @@ class LocksAttnBackend(AttentionBackend):
     """SGLang attention backend.
 
     Prefill, extend and mixed batches run on `dense`, and every page that such a step fills is summarised after each
-    layer's attention. Decode batches store the new token, summarise the pages that it completes, and run `locks_decode_step`,
-    eagerly or as part of a CUDA graph: all that changes between two steps lies in buffers that the plan fills before. Decode
-    batches that `min_context_tokens` calls short run on `dense` too, in graphs of their own where there are graphs.
+    layer's attention. Decode batches store the new token and run `locks_decode_step`, and with the last layer summarise the
+    pages that the step completes, eagerly or as part of a CUDA graph: all that changes between two steps lies in buffers that
+    the plan fills before. Decode batches that `min_context_tokens` calls short run on `dense` too, in graphs of their own where
+    there are graphs.
 
     Args:
         runner: SGLang's `ModelRunner`.
@@ -154,7 +155,7 @@ class LocksAttnBackend(AttentionBackend):
             # Compiled now, not in the first step of a request.
             self._make_flashinfer(EAGER_BATCH)
         # Summaries that a decode step builds are not needed before the next one, and only every sixteenth step of a request
-        # builds any: beside the rest of a layer, that step takes hardly longer than others.
+        # builds any: built for all layers together, beside the last one, that step takes hardly longer than others.
         self._building = SideStream(self._keys.device)
         self._graph_buffers: DecodeBuffers | None = None
         # Whether decode graphs come in a dense kind too, and whether the one that is being captured is of it.
@@ -344,17 +345,21 @@ class LocksAttnBackend(AttentionBackend):
         self._check(layer, kwargs.get("sinks"))
         plan = self._decode
         assert plan is not None
-        buffers = plan.buffers
+        filled = plan.buffers.filled
+        last = layer.layer_id == self.summaries.layer_ids[-1]
         if plan.dense:
             out = self.dense.forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-            self.summaries.build(layer.layer_id, buffers.filled)
+            if last:
+                self.summaries.build_all(filled)
             return out
         if save_kv_cache and k is not None:
             self.kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
-        with self._building.beside():
-            self.summaries.build(layer.layer_id, buffers.filled)
+        if last:
+            with self._building.beside():
+                self.summaries.build_all(filled)
         step = self._step(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, plan)
-        self._building.join()
+        if last:
+            self._building.join()
         return step.out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def _step(self, q: torch.Tensor, layer: Any, plan: DecodePlan) -> DecodeStep:

@@ -17,6 +17,7 @@ from .kernels.build_page_summaries import (
     RecordLayout,
     build,
     build_page_summaries,
+    layer_offsets,
     pack,
     page_factors,
     unpack,
@@ -85,6 +86,10 @@ class SummaryPool:
             PageSummaries(self.layout, self.valid[i], self.center[i], self.record[i], self._values_of(i))
             for i in range(self.num_layers)
         ]
+        # Where every layer's keys and values lie, for kernels; the pool keeps its buffers as long as it lives, as the graphs
+        # that read them need it to.
+        on_kernels = runs_kernels(keys, dim, values.shape[2], 1)
+        self._offsets = layer_offsets([self._buffers(layer_id) for layer_id in self.layer_ids]) if on_kernels else None
 
     @classmethod
     def attached(cls, kv_pool: object) -> "SummaryPool | None":
@@ -154,7 +159,7 @@ class SummaryPool:
         """
         index = layer_id - self.first_layer
         keys, values = self._buffers(layer_id)
-        if runs_kernels(keys, self.layout.head_dim, self.layout.v_head_dim, 1):
+        if self._offsets is not None:
             s = self._layers[index]
             assert s.record is not None
             build(keys, values, pages, s.center, s.record, s.values, s.valid, self.layout)
@@ -168,6 +173,15 @@ class SummaryPool:
         if means is not None and self.values is not None:
             self.values[index, pages] = means
         self.valid[index, pages] = True
+
+    def build_all(self, pages: torch.Tensor) -> None:
+        """`build` in every layer, on kernels in one launch."""
+        if self._offsets is None:
+            for layer_id in self.layer_ids:
+                self.build(layer_id, pages)
+            return
+        keys, values = self._buffers(self.first_layer)
+        build(keys, values, pages, self.center, self.record, self.values, self.valid, self.layout, self._offsets)
 
     def build_centred(self, layer_id: int, pages: torch.Tensor) -> None:
         """`build`, after fixing the layer's centre from these pages if it has none yet, which waits for the device."""

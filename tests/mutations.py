@@ -70,7 +70,7 @@ def _build_first(name: str) -> Iterator[None]:
             self.summaries.build_centred(layer.layer_id, self._extend.filled)  # type: ignore[union-attr]
         else:
             self.summaries.build(layer.layer_id, self._decode.buffers.filled)  # type: ignore[union-attr]
-        with patch.object(SummaryPool, "build", lambda *_: None):
+        with patch.object(SummaryPool, "build", lambda *_: None):  # `build_all` on CPU too
             return forward(self, q, k, v, layer, *args, **kwargs)
 
     with patch.object(LocksAttnBackend, name, early):

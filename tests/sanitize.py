@@ -22,7 +22,15 @@ import truth
 from truth import PAGE, assert_close, f64
 
 from locks_sglang import LocksConfig
-from locks_sglang.kernels.build_page_summaries import PageSummaries, RecordLayout, build, pack, page_factors, unpack
+from locks_sglang.kernels.build_page_summaries import (
+    PageSummaries,
+    RecordLayout,
+    build,
+    layer_offsets,
+    pack,
+    page_factors,
+    unpack,
+)
 from locks_sglang.kernels.common.capability import runs_kernels
 from locks_sglang.kernels.decode_plan import DecodeBuffers, PageFlags, plan_decode
 from locks_sglang.kernels.decode_plan.reference import plan as plan_reference
@@ -74,6 +82,12 @@ def check(dim: int, group: int, dtype: torch.dtype, stored: torch.dtype | None, 
     valid = torch.zeros(len(record), dtype=torch.bool, device=device)
     build(k_cache, v_cache, torch.cat((complete, complete.new_tensor([-1]))), center, record, stored_means, valid, layout)
     assert torch.equal(valid.nonzero().flatten(), complete.sort().values)
+    layers, caches = 2, [(k_cache, v_cache), (k_cache.clone(), v_cache.clone())]
+    offsets = layer_offsets(caches)
+    both, both_means = layout.empty(layers, len(record), HEADS, device=device)
+    both_valid = torch.zeros(layers, len(record), dtype=torch.bool, device=device)
+    build(k_cache, v_cache, complete, center.expand(layers, -1, -1).contiguous(), both, both_means, both_valid, layout, offsets)
+    assert all(torch.equal(x[complete], record[complete]) for x in both)
     centred = truth.centred_pages(keys)
     ours, theirs = (
         float(((torch.from_numpy(centred) - torch.from_numpy(f64(f.coef) @ f64(f.basis).swapaxes(-1, -2))) ** 2).sum()) ** 0.5

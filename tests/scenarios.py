@@ -42,17 +42,23 @@ def built(server: InProcessServer) -> list[int]:
 def eager_builds(server: InProcessServer) -> Iterator[list[int]]:
     """Summaries that each layer really builds in the meantime, step by step: what a replayed graph builds is not seen."""
     summaries, counts = server.backend.summaries, [0] * server.backend.summaries.num_layers
-    build = summaries.build
+    build, build_all = summaries.build, summaries.build_all
 
     def counted(layer_id: int, pages: torch.Tensor) -> None:
         counts[layer_id - summaries.first_layer] += int((pages >= 0).sum())
         build(layer_id, pages)
 
-    summaries.build = counted  # type: ignore[method-assign]
+    def all_counted(pages: torch.Tensor) -> None:
+        before = list(counts)
+        build_all(pages)
+        if counts == before:  # in one launch, not layer by layer
+            counts[:] = [count + int((pages >= 0).sum()) for count in counts]
+
+    summaries.build, summaries.build_all = counted, all_counted  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        del summaries.build  # type: ignore[method-assign]
+        del summaries.build, summaries.build_all  # type: ignore[method-assign]
 
 
 def verified(server: InProcessServer, pages: torch.Tensor) -> list[tuple[int, int]]:

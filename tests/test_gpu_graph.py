@@ -298,8 +298,9 @@ def test_flashinfer_attends_to_pseudo_pages(dim: int, heads: int, group: int, dt
                 assert (lse[b, h * group : (h + 1) * group].double() - logits.logsumexp(-1)).abs().max() < 2e-3
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty_like(q)
-        return out, merge_parts(attend.run(q, k, v, scale), out, 1.0)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
+        merge_parts(attend.run(q, k, v, scale), out, 1.0, lse=lse)
+        return out, lse
 
     first = [1, 1, 1, 1, 1], [1] * 5
     chosen = lists(*first)

@@ -108,10 +108,12 @@ def off_lanes(ttgir: str) -> set[str]:
     return bad
 
 
-def launch_build(dim: int, rank: int, dtype: torch.dtype) -> None:
+def launch_build(dim: int, rank: int, dtype: torch.dtype, layers: tuple[int, ...] = ()) -> None:
     cache, layout = torch.zeros(32, 8, dim, dtype=dtype), RecordLayout(dim, dim, rank)
-    packed = layout.empty(2, 8, device="cpu")
-    build.build(cache, cache, torch.arange(2), torch.zeros(8, dim), *packed, torch.zeros(2, dtype=torch.bool), layout)
+    packed = layout.empty(*layers, 2, 8, device="cpu")
+    valid = torch.zeros(*layers, 2, dtype=torch.bool)
+    offsets = build.layer_offsets([(cache, cache)] * layers[0]) if layers else None
+    build.build(cache, cache, torch.arange(2), torch.zeros(*layers, 8, dim), *packed, valid, layout, offsets)
 
 
 def launch_step(
@@ -162,6 +164,7 @@ def launch_merge(dim: int, group: int, tail: str) -> None:
 
 VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
     **{f"build D={dim} R={rank}": (launch_build, (dim, rank, torch.bfloat16)) for dim, rank in ((64, 8), (128, 8), (256, 15))},
+    "build of 40 layers": (launch_build, (128, 8, torch.bfloat16, (40,))),
     "step D=64 G=3": (launch_step, (64, 8, 3, torch.bfloat16, "qmu", "mass", 0.0)),
     "step D=96 G=7": (launch_step, (96, 4, 7, torch.float16, "off", "peak", 0.0)),
     "step D=128 G=4": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0)),

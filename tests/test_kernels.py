@@ -30,7 +30,15 @@ from truth import (
 )
 
 from locks_sglang import LocksConfig
-from locks_sglang.kernels.build_page_summaries import PageSummaries, RecordLayout, build, pack, page_factors, unpack
+from locks_sglang.kernels.build_page_summaries import (
+    PageSummaries,
+    RecordLayout,
+    build,
+    layer_offsets,
+    pack,
+    page_factors,
+    unpack,
+)
 from locks_sglang.kernels.common import ArgumentError
 from locks_sglang.kernels.common.capability import runs_kernels
 from locks_sglang.kernels.decode_plan import DecodeBuffers, PageFlags, plan_decode
@@ -57,9 +65,9 @@ SCAN_LENGTHS = (1, 16, 17, 0, 400)
 SMALL_SELECT = {
     "BLOCK": 4,
     "KEY_WIDTH": 64,
-    "WIDTH": 64,
-    "NEAR_BLOCKS": 16,
-    "FEW": 32,
+    "WIDTH": 128,
+    "RUN": 4,
+    "FEW": 64,
     "PART_BLOCK": 4,
     "THREADS": 32,
 }
@@ -202,6 +210,40 @@ def test_build(kind: str, dim: int, rank: int, dtype: torch.dtype) -> None:
     assert (ours <= 1.02 * theirs + 1e-4 * size).all(), (ours, theirs)
     # Whatever quantisation adds, it is what it adds to the exact factors: a few hundredths of the page.
     assert (ours <= best + 0.25 * size).all()
+
+
+@pytest.mark.parametrize("value_mean", [True, False])
+def test_build_of_all_layers_is_that_of_each(value_mean: bool) -> None:
+    """In one launch, from caches that lie in no order, the same records as layer by layer."""
+    gen = generator(5)
+    layers, heads, dim = 3, 2, 64
+    keys, values = (torch.randn(layers, 64, heads, dim, generator=gen).to(DEVICE) for _ in range(2))
+    caches = [(keys[i], values[-i]) for i in (1, 0, 2)]
+    center = torch.randn(layers, heads, dim, generator=gen).to(DEVICE)
+    pages, layout = torch.tensor([3, -1, 1], device=DEVICE), RecordLayout(dim, dim, 8, value_mean)
+    (ours, ours_means), (theirs, theirs_means) = (layout.empty(layers, 4, heads, device=DEVICE) for _ in range(2))
+    for x in (ours, theirs, ours_means, theirs_means):
+        if x is not None:
+            x.fill_(77)
+    valid, each_valid = (torch.zeros(layers, 4, dtype=torch.bool, device=DEVICE) for _ in range(2))
+    build(*caches[0], pages, center, ours, ours_means, valid, layout, layer_offsets(caches))
+    for i, (k, v) in enumerate(caches):
+        means = None if theirs_means is None else theirs_means[i]
+        build(k, v, pages, center[i], theirs[i], means, each_valid[i], layout)
+    assert torch.equal(ours, theirs)
+    assert (ours_means is None and theirs_means is None) or torch.equal(ours_means, theirs_means)
+    assert torch.equal(valid, each_valid)
+    assert valid.tolist() == [[False, True, False, True]] * layers
+
+
+def test_layers_that_cannot_be_built_together() -> None:
+    cache = torch.zeros(64, 2, 64)
+    with pytest.raises(
+        ArgumentError, match=r"like the first one's torch.float32 \[64, 2, 64\], got torch.float32 \[48, 2, 64\]$"
+    ):
+        layer_offsets([(cache, cache), (cache[:48], cache)])
+    with pytest.raises(ArgumentError, match=r"a multiple of 64 bytes apart, got 4$"):
+        layer_offsets([(cache.flatten()[:100], cache), (cache.flatten()[1:101], cache)])
 
 
 @pytest.mark.parametrize("rank", [1, 6, 8, 11])
@@ -411,6 +453,25 @@ def test_select_writes_what_flashinfer_reads(budget: int) -> None:
             assert not row or row[-1] == int(held[b]) - 1
             want += [int(table[b, page]) * PAGE * heads + h for page in row]
     assert indices.tolist() == want + [-7] * 9
+
+
+@pytest.mark.parametrize("best", ["apart", "together", "equal"])
+def test_select_by_heaps_of_blocks(best: str) -> None:
+    """More blocks than are counted together. Where the best pages lie in few heaps, or all are alike, a threshold over the best
+    of each heap leaves more blocks than there is room for."""
+    block, heaps, n, budget = SMALL_SELECT["BLOCK"], SMALL_SELECT["FEW"], 1201, 6
+    score = torch.randn(n, generator=generator(3))
+    if best == "together":
+        score[torch.arange(n) // block % heaps < budget - 1] += 10
+    elif best == "equal":
+        score[:] = 1.0
+    blocks = torch.nn.functional.pad(score, (0, -n % block), value=-torch.inf).view(-1, block).amax(1)
+    heap = torch.nn.functional.pad(blocks, (0, -len(blocks) % heaps), value=-torch.inf).view(-1, heaps).amax(0)
+    reach = int((blocks >= heap.sort(descending=True).values[budget - 1]).sum())
+    assert (reach > 2 * budget) == (best != "apart")
+    lse, held = score.view(1, 1, n).to(DEVICE), torch.tensor([n], dtype=torch.int32, device=DEVICE)
+    pages, counts = select_pages(lse, held, budget, num_kv_heads=1, combine="max")
+    assert_selection(pages, counts, lse, [n], budget, 1, 1, "max")
 
 
 @pytest.mark.parametrize("distinct", [True, False], ids=["distinct", "few values"])

@@ -6,12 +6,22 @@ import torch
 
 from ..common import FLOAT_DTYPES, PAGE_SIZE, require
 from ..common.capability import runs_kernels
-from .kernel import build
+from .kernel import build, layer_offsets
 from .record import PageFactors, RecordLayout, pack, unpack
 from .reference import page_factors
 from .summaries import PageSummaries
 
-__all__ = ["PageFactors", "PageSummaries", "RecordLayout", "build", "build_page_summaries", "pack", "page_factors", "unpack"]
+__all__ = [
+    "PageFactors",
+    "PageSummaries",
+    "RecordLayout",
+    "build",
+    "build_page_summaries",
+    "layer_offsets",
+    "pack",
+    "page_factors",
+    "unpack",
+]
 
 
 def build_page_summaries(

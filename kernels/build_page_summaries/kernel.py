@@ -7,10 +7,13 @@ rotations act on V and on A V. Entries of V^T A V, which they are to make diagon
 so only columns are ever turned, and they lie across the lanes of the warp.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from ..common.checks import require
 from ..common.device import bf16_scale, round_half_even
 from .record import RecordLayout
 
@@ -73,7 +76,7 @@ def _column_scale(column, EACH: tl.constexpr):
     return column % 8 // 2 * EACH + tl.where(column < 8, 4, 8) + column % 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages"])
 def _build_pages(
     k_ptr,
     v_ptr,
@@ -82,10 +85,13 @@ def _build_pages(
     record_ptr,
     value_ptr,
     valid_ptr,
+    offset_ptr,
+    num_pages,
     k_slot,
     k_head,
     v_slot,
     v_head,
+    LAYERED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     RECORD: tl.constexpr,
     D: tl.constexpr,
@@ -107,6 +113,14 @@ def _build_pages(
     if page < 0:
         return
     head = tl.program_id(1)
+    if LAYERED:
+        layer = tl.program_id(2).to(tl.int64)
+        k_ptr += tl.multiple_of(tl.load(offset_ptr + 2 * layer), 16)
+        v_ptr += tl.multiple_of(tl.load(offset_ptr + 2 * layer + 1), 16)
+        center_ptr += layer * NUM_HEADS * D
+        record_ptr += layer * num_pages * NUM_HEADS * RECORD
+        value_ptr += layer * num_pages * NUM_HEADS * DV
+        valid_ptr += layer * num_pages
     token = tl.arange(0, 16)
     half = tl.arange(0, HALF_BLOCK)
     inside = half < D // 2
@@ -204,6 +218,32 @@ def _store_levels(at, x, divisor, usable, mask):
     tl.store(at, level.to(tl.int8), mask=mask)
 
 
+def layer_offsets(caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Where keys and values of several layers begin, in elements from those of the first one: int64 [L, 2], on their device.
+
+    Args:
+        caches: (k_cache, v_cache) of every layer, alike in dtype, shape and strides.
+
+    Raises:
+        ArgumentError: they are not alike, or do not begin a multiple of 16 elements apart.
+    """
+    offsets = []
+    for layer in caches:
+        for cache, first in zip(layer, caches[0], strict=True):
+            require(
+                (cache.dtype, cache.shape, cache.stride()) == (first.dtype, first.shape, first.stride()),
+                f"caches of all layers must be like the first one's {first.dtype} {list(first.shape)}, "
+                f"got {cache.dtype} {list(cache.shape)}",
+            )
+            apart = cache.data_ptr() - first.data_ptr()
+            require(
+                apart % (16 * first.element_size()) == 0,
+                f"caches of layers must begin a multiple of {16 * first.element_size()} bytes apart, got {apart}",
+            )
+            offsets.append(apart // first.element_size())
+    return torch.tensor(offsets, dtype=torch.int64, device=caches[0][0].device).view(-1, 2)
+
+
 def build(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -213,6 +253,7 @@ def build(
     values: torch.Tensor | None,
     valid: torch.Tensor,
     layout: RecordLayout,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Write the summaries of physical pages, in one launch and without waiting for the device.
 
@@ -220,13 +261,15 @@ def build(
         k_cache: float [slots, H, D]; v_cache: float [slots, H, Dv], innermost dimension contiguous.
         pages: int32 or int64 [n], physical pages; -1 for nothing to do.
         center: fp32 [H, D]. record: uint8 [N, H, record_bytes], contiguous. values: int8 [N, H, Dv], contiguous; None where the
-            layout has none. valid: bool [N], set for these pages.
+            layout has none. valid: bool [N], contiguous, set for these pages.
+        offsets: int64 [L, 2] for L layers at once, as `layer_offsets` makes them; then the caches are those of the first one,
+            and `center`, `record`, `values` and `valid` are [L, ...].
     """
     heads = k_cache.shape[1]
     if pages.numel() == 0:
         return
     half = triton.next_power_of_2(layout.head_dim // 2)
-    _build_pages[(pages.numel(), heads)](
+    _build_pages[(pages.numel(), heads, 1 if offsets is None else len(offsets))](
         k_cache,
         v_cache,
         pages,
@@ -234,10 +277,13 @@ def build(
         record,
         record if values is None else values,
         valid.view(torch.uint8),
+        pages if offsets is None else offsets,
+        valid.shape[-1],
         k_cache.stride(0),
         k_cache.stride(1),
         v_cache.stride(0),
         v_cache.stride(1),
+        LAYERED=offsets is not None,
         NUM_HEADS=heads,
         HALF_BLOCK=max(16, half),
         DV=layout.v_head_dim,

@@ -4,9 +4,12 @@ A key is an unsigned integer that orders as `select_pages` prefers: recent, sink
 page. The first kernel also keeps the largest key of every block of pages. The k best pages lie in the k blocks with the best
 largest keys, the lower block winning ties: a page of any other block is beaten by a page of each of those k. So the second
 kernel looks at the blocks, then only at the keys of k of them, or of some more, which spares the last bits of a threshold; of
-these it keeps the ones that are no worse than the worst of the blocks, hardly more than k, and chooses among them. Thresholds
-are found two bits a round by counting, and what is chosen is written by a running count: it comes out in ascending order
-without a sort.
+these it keeps the ones that are no worse than the worst of the blocks, hardly more than k, and chooses among them. Where there
+are many blocks it does not look for the k best of them: any threshold that k blocks reach will do, if not many more do.
+
+Thresholds are found two bits a round by counting, and what is chosen is written by a running count: it comes out in ascending
+order without a sort. One program does all of that for a row, so that its time is how often its warps meet: few keys are counted
+by every warp alone, and what a thread loads it lists itself.
 """
 
 from dataclasses import dataclass
@@ -29,8 +32,8 @@ WIDTH = 2048
 """Keys that a program of the second kernel takes together."""
 THREADS = 256
 """Of that program."""
-NEAR_BLOCKS = 256
-"""Chosen blocks that it takes together: at a budget of 128 pages all."""
+RUN = 8
+"""Neighbouring blocks of which one of its threads lists the chosen ones: 2,048 of them are taken together."""
 FEW = 512
 """Keys that one warp takes together, a multiple of 32: all that are left of the chosen blocks, most often, and the blocks
 themselves up to 131,072 tokens."""
@@ -137,12 +140,24 @@ def _page_keys(
 
 
 @triton.jit
-def _reach(keys, threshold, step, one, two, three):
-    """Counts of the keys of every place that reach the threshold one, two and three steps on, with these added."""
-    one += (keys >= threshold + step).to(tl.int32)
-    two += (keys >= threshold + step + step).to(tl.int32)
-    three += (keys >= threshold + step + step + step).to(tl.int32)
+def _reach(keys, first, second, third, one, two, three):
+    """Counts of the keys of every place that reach three thresholds, with these added."""
+    one += (keys >= first).to(tl.int32)
+    two += (keys >= second).to(tl.int32)
+    three += (keys >= third).to(tl.int32)
     return one, two, three
+
+
+@triton.jit
+def _count_few(keys, first, second, third, COUNT: tl.constexpr):
+    """How many of a warp's keys reach three thresholds."""
+    one = tl.zeros([32], tl.int32)
+    two, three = one, one
+    for i in tl.static_range(COUNT):
+        one, two, three = _reach(keys[i], first, second, third, one, two, three)
+    # Ten bits each, so that a warp adds up all three in one instruction.
+    sums = tl.sum(one + (two << 10) + (three << 20), 0)
+    return sums & 1023, (sums >> 10) & 1023, sums >> 20
 
 
 @triton.jit
@@ -158,44 +173,64 @@ def _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack
 
 
 @triton.jit
-def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, FEW: tl.constexpr):
-    """Which of `count` keys, none of them 0, are the `rank` largest, or up to `slack` more.
-
-    Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most. It is
-    found two bits a round.
-    """
+def _few_threshold(keys_ptr, count, rank, slack, floor, FEW: tl.constexpr):
+    """As `_threshold`, of at most FEW keys, less than 1,024. Every warp takes all of them, one a lane in each of these vectors:
+    no warp waits for another."""
     threshold = tl.full([], 0, tl.uint32)
     above = tl.full([], 0, tl.int32)
     tied = count
     shift = tl.where(count > rank, 30, -2)
-    if count <= FEW:
-        # Every warp takes all of them, one a lane in each of these: no warp waits for another.
-        lane = tl.arange(0, 32)
-        keys = ()
-        for i in tl.static_range(FEW // 32):
-            keys = keys + (tl.load(keys_ptr + 32 * i + lane, mask=32 * i + lane < count, other=0),)
-        while shift >= 0:
-            step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
-            one = tl.zeros([32], tl.int32)
-            two, three = one, one
-            for i in tl.static_range(FEW // 32):
-                one, two, three = _reach(keys[i], threshold, step, one, two, three)
-            low, middle, high = tl.sum(one, 0), tl.sum(two, 0), tl.sum(three, 0)
-            threshold, above, tied, shift = _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack)
+    lane = tl.arange(0, 32)
+    keys = ()
+    for i in tl.static_range(FEW // 32):
+        keys = keys + (tl.load(keys_ptr + 32 * i + lane, mask=32 * i + lane < count, other=0),)
+    far = floor + (1 << 24)
+    if (count > rank) & (floor > 0) & (far > floor):
+        # Most often not far above: some digits need no search.
+        near, middle, most = _count_few(keys, floor + (1 << 16), floor + (1 << 20), far, FEW // 32)
+        if most < rank:
+            threshold = floor
+            above = tl.where(middle >= rank, most, tl.where(near >= rank, middle, near))
+            shift = tl.where(middle >= rank, 22, tl.where(near >= rank, 18, 14))
+    while shift >= 0:
+        step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
+        low, middle, high = _count_few(
+            keys, threshold + step, threshold + step + step, threshold + step + step + step, FEW // 32
+        )
+        threshold, above, tied, shift = _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack)
+    return threshold, tied
+
+
+@triton.jit
+def _threshold(keys_ptr, count, rank, slack, floor, WIDTH: tl.constexpr, FEW: tl.constexpr):
+    """Which of `count` keys, none of them 0 or less than `floor`, are the `rank` largest, or up to `slack` more.
+
+    Returns a threshold, never 0, above which all keys belong to them, and how many of the keys equal to it do, at most. It is
+    found two bits a round.
+    """
+    if count <= FEW // 2:
+        threshold, tied = _few_threshold(keys_ptr, count, rank, slack, floor, FEW // 2)
+    elif count <= FEW:
+        threshold, tied = _few_threshold(keys_ptr, count, rank, slack, floor, FEW)
     else:
+        threshold = tl.full([], 0, tl.uint32)
+        above = tl.full([], 0, tl.int32)
+        tied = count
+        shift = tl.where(count > rank, 30, -2)
         # The first ones stay in registers: most often all.
         index = tl.arange(0, WIDTH)
         first = tl.load(keys_ptr + index, mask=index < count, other=0)
         second = tl.load(keys_ptr + WIDTH + index, mask=WIDTH + index < count, other=0)
         while shift >= 0:
             step = tl.full([], 1, tl.uint32) << shift.to(tl.uint32)
+            next_one, next_two, next_three = threshold + step, threshold + step + step, threshold + step + step + step
             one = tl.zeros([WIDTH], tl.int32)
-            one, two, three = _reach(first, threshold, step, one, one, one)
+            one, two, three = _reach(first, next_one, next_two, next_three, one, one, one)
             if count > WIDTH:
-                one, two, three = _reach(second, threshold, step, one, two, three)
+                one, two, three = _reach(second, next_one, next_two, next_three, one, two, three)
                 for begin in range(2 * WIDTH, count, WIDTH):
                     more = tl.load(keys_ptr + begin + index, mask=begin + index < count, other=0)
-                    one, two, three = _reach(more, threshold, step, one, two, three)
+                    one, two, three = _reach(more, next_one, next_two, next_three, one, two, three)
             # Together, so that the warps meet once; in 32 bits, which a warp sums in one instruction.
             sums = tl.sum(tl.reshape(tl.join(tl.join(one, two), tl.join(three, three)), [WIDTH, 4]), 0)
             lower, upper = tl.split(tl.reshape(sums, [2, 2]))
@@ -203,6 +238,46 @@ def _threshold(keys_ptr, count, rank, slack, WIDTH: tl.constexpr, FEW: tl.conste
             high, _ = tl.split(upper)
             threshold, above, tied, shift = _narrow(low, middle, high, threshold, above, tied, shift, count, rank, slack)
     return tl.maximum(threshold, tl.full([], 1, tl.uint32)), tied
+
+
+@triton.jit
+def _runs(ptr, at, within, COUNT: tl.constexpr, THREADS: tl.constexpr):
+    """COUNT neighbouring values from each place [THREADS] on, a multiple of four, as are the places: as many tensors [THREADS],
+    0 where not within. What is worked out from them stays with the thread."""
+    found = ()
+    for i in tl.static_range(COUNT // 4):
+        four = tl.load(ptr + (at[:, None] + 4 * i + tl.arange(0, 4)[None, :]), mask=within[:, None], other=0)
+        even, odd = tl.split(tl.reshape(four, [THREADS, 2, 2]))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        found = found + (first, second, third, fourth)
+    return found
+
+
+@triton.jit
+def _near_blocks(best, near, blocks, most, threshold, tied, RUN: tl.constexpr, THREADS: tl.constexpr):
+    """List the blocks that a threshold chooses, ascending, as far as there is room for `most`; returns how many there are."""
+    more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for begin in range(0, blocks, RUN * THREADS):
+        first = begin + RUN * tl.arange(0, THREADS)
+        keys = _runs(best, first, first < blocks, RUN, THREADS)
+        marks = tl.zeros([THREADS], tl.int32)
+        for j in tl.static_range(RUN):
+            within = first + j < blocks
+            marks += ((keys[j] > threshold) & within).to(tl.int32) + (((keys[j] == threshold) & within).to(tl.int32) << 16)
+        run = tl.cumsum(marks, 0) - marks
+        above, ties = more + (run & 0xFFFF), equal + (run >> 16)
+        for j in tl.static_range(RUN):
+            within = first + j < blocks
+            is_above = (keys[j] > threshold) & within
+            is_tied = (keys[j] == threshold) & within & (ties < tied)
+            place = above + tl.minimum(ties, tied)
+            tl.store(near + place, first + j, mask=(is_above | is_tied) & (place < most))
+            above += is_above.to(tl.int32)
+            ties += ((keys[j] == threshold) & within).to(tl.int32)
+        added = tl.sum(marks, 0)
+        more, equal = more + (added & 0xFFFF), equal + (added >> 16)
+    return more + tl.minimum(equal, tied)
 
 
 @triton.jit
@@ -246,7 +321,7 @@ def _write_pages(
             tl.store(weight_ptr + member * weight_head + logical, float("-inf"), mask=chosen)
 
 
-@triton.jit(do_not_specialize=["blocks_each", "blocks_most", "budget", "table_row", "weight_row", "weight_head"])
+@triton.jit(do_not_specialize=["runs_each", "blocks_most", "left_most", "budget", "table_row", "weight_row", "weight_head"])
 def _top_pages(
     key_ptr,
     best_ptr,
@@ -259,8 +334,9 @@ def _top_pages(
     table_ptr,
     index_ptr,
     weight_ptr,
-    blocks_each,
+    runs_each,
     blocks_most,
+    left_most,
     budget,
     table_row,
     weight_row,
@@ -272,8 +348,9 @@ def _top_pages(
     B_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    NEAR_BLOCKS: tl.constexpr,
+    RUN: tl.constexpr,
     FEW: tl.constexpr,
+    THREADS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
     """One program a (request, KV head). Pages int32 [B, H, budget], ascending, -1 behind the last.
@@ -284,6 +361,7 @@ def _top_pages(
     join_chain(NATIVE)
     request, head = tl.program_id(0), tl.program_id(1)
     row = (request * NUM_HEADS + head).to(tl.int64)
+    blocks_each = runs_each * RUN
     held = tl.load(held_ptr + request).to(tl.int32)
     count = tl.minimum(held, budget)
     if head == 0:
@@ -297,8 +375,8 @@ def _top_pages(
         counts = tl.minimum(tl.load(held_ptr + before, mask=before < request, other=0).to(tl.int32), budget)
         indices += tl.sum(counts, 0).to(tl.int64) * NUM_HEADS + head * count
     if held <= budget:
-        for begin in range(0, budget, FEW):
-            slot = begin + tl.arange(0, FEW)
+        for begin in range(0, budget, THREADS):
+            slot = begin + tl.arange(0, THREADS)
             _write_pages(
                 pages, slot, slot, slot < held, indices, table, weights, weight_head, head, NUM_HEADS, GROUP, INDEXED, MARKED
             )
@@ -306,42 +384,54 @@ def _top_pages(
     else:
         best = best_ptr + row * blocks_each
         near = near_ptr + row * blocks_most
+        near_key = near_key_ptr + row * left_most
+        near_page = near_page_ptr + row * left_most
         blocks = (held + BLOCK - 1) // BLOCK
         kept = tl.minimum(blocks, budget)
-        threshold, tied = _threshold(best, blocks, kept, kept // 4, WIDTH, FEW)
-        more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for begin in range(0, blocks, WIDTH):
-            block = begin + tl.arange(0, WIDTH)
-            keys = tl.load(best + block, mask=block < blocks, other=0)
-            taken, to, more, equal = _places(keys, threshold, tied, more, equal)
-            tl.store(near + to, block, mask=taken)
-        kept = more + tl.minimum(equal, tied)
+        reach = blocks_most + 1
+        threshold, tied = tl.full([], 0, tl.uint32), blocks
+        if (blocks > FEW) & (4 * kept <= FEW):
+            # Blocks are dealt out into FEW heaps. A threshold that `kept` of the heaps reach with their best block is reached
+            # by as many blocks at least, and by hardly more while the best ones lie apart.
+            for part in tl.static_range(FEW // THREADS):
+                heap = part * THREADS + tl.arange(0, THREADS)
+                tops = tl.zeros([THREADS], tl.uint32)
+                for begin in range(0, blocks, FEW):
+                    tops = tl.maximum(tops, tl.load(best + begin + heap, mask=begin + heap < blocks, other=0))
+                tl.store(near_key + heap, tops)
+            tl.debug_barrier()
+            threshold, _ = _few_threshold(near_key, FEW, kept, kept // 4, threshold, FEW)
+            reach = _near_blocks(best, near, blocks, blocks_most, threshold, tied, RUN, THREADS)
+        if reach > blocks_most:
+            threshold, tied = _threshold(best, blocks, kept, kept // 4, tl.full([], 0, tl.uint32), WIDTH, FEW)
+            tl.debug_barrier()
+            reach = _near_blocks(best, near, blocks, blocks_most, threshold, tied, RUN, THREADS)
         # What one thread stored others load.
         tl.debug_barrier()
 
         keys_at = key_ptr + row * blocks_each * BLOCK
-        near_key = near_key_ptr + row * blocks_most * BLOCK
-        near_page = near_page_ptr + row * blocks_most * BLOCK
         left = tl.full([], 0, tl.int32)
-        page = tl.arange(0, BLOCK)[None, :]
-        for begin in range(0, kept, NEAR_BLOCKS):
-            number = begin + tl.arange(0, NEAR_BLOCKS)
-            block = tl.load(near + number, mask=number < kept, other=0)
-            logical = block[:, None] * BLOCK + page
-            keys = tl.load(keys_at + logical, mask=(number < kept)[:, None], other=0)
-            chosen = keys >= threshold
-            mark = chosen.to(tl.int32)
-            each = tl.sum(mark, 1)
-            place = (left + tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(mark, 1) - 1
-            tl.store(near_key + place, keys, mask=chosen)
-            tl.store(near_page + place, logical, mask=chosen)
+        for begin in range(0, reach, THREADS):
+            number = begin + tl.arange(0, THREADS)
+            within = number < reach
+            first = tl.load(near + number, mask=within, other=0) * BLOCK
+            keys = _runs(keys_at, first, within, BLOCK, THREADS)
+            each = tl.zeros([THREADS], tl.int32)
+            for j in tl.static_range(BLOCK):
+                each += (keys[j] >= threshold).to(tl.int32)
+            place = left + tl.cumsum(each, 0) - each
+            for j in tl.static_range(BLOCK):
+                chosen = keys[j] >= threshold
+                tl.store(near_key + place, keys[j], mask=chosen)
+                tl.store(near_page + place, first + j, mask=chosen)
+                place += chosen.to(tl.int32)
             left += tl.sum(each, 0)
         tl.debug_barrier()
 
-        threshold, tied = _threshold(near_key, left, budget, 0, WIDTH, FEW)
+        threshold, tied = _threshold(near_key, left, budget, 0, threshold, WIDTH, FEW)
         more, equal = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-        for begin in range(0, left, FEW):
-            last = begin + tl.arange(0, FEW)
+        for begin in range(0, left, THREADS):
+            last = begin + tl.arange(0, THREADS)
             keys = tl.load(near_key + last, mask=last < left, other=0)
             logical = tl.load(near_page + last, mask=last < left, other=0)
             taken, to, more, equal = _places(keys, threshold, tied, more, equal)
@@ -387,7 +477,7 @@ def page_keys(
         scanned: the scan that wrote `lse`; None to normalise from `lse` itself.
     """
     batch, query_heads, n_max = lse.shape
-    group, blocks = query_heads // num_kv_heads, triton.cdiv(n_max, BLOCK)
+    group, blocks = query_heads // num_kv_heads, triton.cdiv(n_max, RUN * BLOCK) * RUN
     peak, total = (normaliser(lse, combine),) * 2 if scanned is None else (scanned.peak, scanned.total)
     keys = torch.empty(batch, num_kv_heads, blocks, BLOCK, dtype=torch.uint32, device=lse.device)
     best = torch.empty(keys.shape[:3], dtype=torch.uint32, device=lse.device)
@@ -444,13 +534,14 @@ def top_pages(
             tail are left.
     """
     batch, heads, blocks, _ = ranked.keys.shape
-    most = min(blocks, budget_pages + budget_pages // 4)
+    most = min(blocks, 2 * budget_pages)
+    left = max(most * BLOCK, FEW)
 
     def rows(*tail: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(batch, heads, *tail, dtype=dtype, device=ranked.keys.device)
 
-    near, near_page = rows(most, dtype=torch.int32), rows(most, BLOCK, dtype=torch.int32)
-    near_key = rows(most, BLOCK, dtype=torch.uint32)
+    near, near_page = rows(most, dtype=torch.int32), rows(left, dtype=torch.int32)
+    near_key = rows(left, dtype=torch.uint32)
     pages, counts = rows(budget_pages, dtype=torch.int32), torch.empty(batch, dtype=torch.int32, device=near.device)
     indexed = indices is not None and page_table is not None
     _top_pages[(batch, heads)](
@@ -465,8 +556,9 @@ def top_pages(
         page_table if indexed else pages,
         indices if indexed else pages,
         pages if weight is None else weight,
-        blocks,
+        blocks // RUN,
         most,
+        left,
         budget_pages,
         page_table.stride(0) if page_table is not None else 0,
         0 if weight is None else weight.stride(0),
@@ -478,8 +570,9 @@ def top_pages(
         B_BLOCK=batch_block(batch),
         BLOCK=BLOCK,
         WIDTH=WIDTH,
-        NEAR_BLOCKS=NEAR_BLOCKS,
+        RUN=RUN,
         FEW=FEW,
+        THREADS=THREADS,
         **chained(),
         num_warps=THREADS // 32,
         maxnreg=min(255, 65536 // THREADS),  # one program a (request, KV head) leaves room for it

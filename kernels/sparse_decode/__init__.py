@@ -70,7 +70,8 @@ def sparse_decode(
     if runs_kernels(q, q.shape[2], v_cache.shape[2], q.shape[1] // kv_heads) and takes_cache(q, k_cache, v_cache):
         parts = attend_parts(q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale, logit_cap=logit_cap)
         out = torch.empty(batch, q.shape[1], v_cache.shape[2], dtype=q.dtype, device=q.device)
-        lse = merge_parts(parts, out, v_scale)
+        lse = torch.empty(batch, q.shape[1], dtype=torch.float32, device=q.device)
+        merge_parts(parts, out, v_scale, lse=lse)
     else:
         wide, lse = attend(
             q,
