@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 from locks_sglang import metrics
-from locks_sglang.benchmarks.decode import MODELS, Shape
+from locks_sglang.benchmarks.decode import MODELS, Shape, models, shape_of
 from locks_sglang.config import LocksConfig, flag_name, variable_name
 from locks_sglang.kernels.build_page_summaries import RecordLayout
 from locks_sglang.kernels.common import PAGE_SIZE
+from locks_sglang.report.data import read
+from locks_sglang.report.views import NONE, cases
 from locks_sglang.seams import all_seams
 from locks_sglang.support import CPU_VERIFIED, FEATURES, GPU_VERIFIED, markdown_matrix
 
@@ -60,13 +62,6 @@ def short_matrix() -> str:
     )
 
 
-def model_shape(name: str) -> Shape:
-    """What a model of `benchmarks/models` keeps in its cache, from its own configuration."""
-    config = json.loads((MODELS / name / "config.json").read_text())
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    return Shape(config["num_hidden_layers"], kv_heads, heads // kv_heads, config["head_dim"])
-
-
 def summary_bytes(shape: Shape, rank: int, value_mean: bool = True) -> int:
     """Bytes of the summaries of one page, all layers and KV heads."""
     return shape.layers * shape.heads * RecordLayout(shape.dim, shape.dim, rank, value_mean).summary_bytes
@@ -84,8 +79,8 @@ def memory_table() -> str:
         f"| a step at {tokens_short(LONG)} reads, dense | with locks |",
         "|---|---|---|---|---|",
     ]
-    for name in sorted(folder.name for folder in MODELS.iterdir()):
-        shape = model_shape(name)
+    for name in models():
+        shape = shape_of(MODELS / name)
         token = shape.cache_bytes(1)
         summaries = [-(-summary_bytes(shape, rank) // PAGE_SIZE) for rank in RANKS]
         each = " | ".join(f"{value:,} ({value / token:.1%})" for value in summaries)
@@ -109,27 +104,30 @@ def tokens_short(tokens: int) -> str:
 
 
 def decode_tables() -> str:
-    """Time a token by context and backend, from the results file: one table a model, GPU, SGLang and batch."""
-    groups: dict[tuple[str, ...], dict[int, dict[str, dict[str, float]]]] = {}
-    for line in DECODE.read_text().splitlines():
-        row = json.loads(line)
-        versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items() if number)
-        group = groups.setdefault((row["model"], row["gpu"], versions, row["batch"]), {})
-        group.setdefault(row["context"], {})[row["backend"]] = row["token_ms"]  # the latest of a size counts
+    """Time a token by context and backend, from the results file: one table for what can be compared."""
     parts = []
-    for (model, gpu, versions, batch), contexts in groups.items():
-        timed = {name for found in contexts.values() for name in found}
-        names = sorted(timed - {"locks", "none"})
-        columns = [*names, *(name for name in ("locks", "none") if name in timed)]
-        headings = ("no attention" if name == "none" else name for name in columns)
-        rows = [f"| context | {' | '.join(headings)} | fastest dense / locks |", "|---|" + "---|" * (len(columns) + 1)]
-        for context, found in sorted(contexts.items()):
-            cells = [f"{found[name]['p50']:.2f} ({found[name]['p99']:.2f})" if name in found else "" for name in columns]
-            dense = [found[name]["p50"] for name in names if name in found]
-            ratio = f"{min(dense) / found['locks']['p50']:.2f}" if dense and "locks" in found else ""
-            rows.append(f"| {tokens_short(context)} | {' | '.join(cells)} | {ratio} |")
+    for case in cases(read([DECODE])):
+        columns = [name for name in case.series if name not in case.locks and name not in case.dense]
+        columns = [*sorted(case.dense), *case.locks, *columns]
+        headings = ("no attention" if name == NONE else name for name in columns)
+        ratios = [{point.context.value: point.ratio.value for point in case.speedups(name)} for name in case.locks]
+        contexts = sorted({row.get("context") for rows in case.series.values() for row in rows})
+        lines = [
+            f"| context | {' | '.join(headings)} |" + " fastest dense / locks |" * len(ratios),
+            "|---|" + "---|" * (len(columns) + len(ratios)),
+        ]
+        for context in contexts:
+            found = {name: row for name, rows in case.series.items() for row in rows if row.get("context") == context}
+            times = [
+                f"{found[name].get('token_ms.p50'):.2f} ({found[name].get('token_ms.p99'):.2f})" if name in found else ""
+                for name in columns
+            ]
+            faster = [f"{ratio[context]:.2f}" if context in ratio else "" for ratio in ratios]
+            lines.append(f"| {tokens_short(context)} | {' | '.join([*times, *faster])} |")
+        versions = case.series[columns[0]][-1].versions
         parts.append(
-            f"Shape of {model}, batch {batch}, {gpu}, {versions}. Milliseconds a token, median (p99).\n\n" + "\n".join(rows)
+            f"Shape of {case.model}, batch {case.batch.value}, {case.gpu}, {versions}. Milliseconds a token, median (p99).\n\n"
+            + "\n".join(lines)
         )
     return "\n\n".join([*parts, f"From `{DECODE.relative_to(ROOT)}`, whose rows name the command and the commit."])
 

@@ -293,6 +293,8 @@ def _call(url: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
     if key:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
+    if not url.startswith(("http://", "https://")):
+        raise AuditError(f"{url} is no address of a server: it begins with http:// or https://, as in http://127.0.0.1:30000")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
             return json.load(answer)

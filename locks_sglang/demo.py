@@ -574,6 +574,10 @@ def run(options: argparse.Namespace, screen: Screen) -> int:
             turns = hold_conversations(url, document, options.turns, options.max_tokens, screen, bars)
             config = server_state(url)["config"]
         screen.say(f"\n$ {_shown(commands['dense'])}", "bold")
+        if machine.device == "cpu":
+            screen.say(
+                "(with an empty package named vllm on PYTHONPATH: SGLang imports one for this backend and uses nothing of it)"
+            )
         dense_variables["HF_HUB_OFFLINE"] = "1"
         with _server(commands["dense"], options.output / "demo-dense.log", dense_variables, bars) as url:
             answer_densely(url, turns, options.max_tokens, ends, bars)

@@ -42,8 +42,8 @@ class Feature:
         reason, way_out: for "refused": why, and what to do instead.
         arguments: for "refused": finds it in resolved server arguments, before a model is loaded.
         model: finds it in SGLang's `ModelRunner`, once the KV pool exists.
-        layer: finds it in one `RadixAttention` layer. A refused feature without a probe is refused by SGLang itself, or by the
-            backend when it makes ready for CUDA graphs.
+        layer: finds it in one `RadixAttention` layer. A refused feature without a probe is refused by the backend when it makes
+            ready for CUDA graphs.
     """
 
     name: str
@@ -400,16 +400,18 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "deterministic inference",
         "refused",
-        "tests/test_support.py::test_refused_by_sglang",
-        "SGLang refuses backends that it does not list for it",
+        _ARGUMENTS,
+        "how the kernels cut their work follows the batch, and the last bits of an answer with it",
         "Drop --enable-deterministic-inference",
+        arguments=_given("enable_deterministic_inference"),
     ),
     Feature(
         "page-major KV layouts and unified memory",
         "refused",
-        "tests/test_support.py::test_refused_by_sglang",
-        "SGLang refuses backends that it does not list for it",
+        _ARGUMENTS,
+        "summaries are built from a cache that lies token by token",
         "Drop --enable-page-major-kv-layout and --enable-unified-memory",
+        arguments=_given("enable_page_major_kv_layout", "enable_unified_memory"),
     ),
     Feature(
         "an encoder, embedding or cross-attention model",

@@ -2,7 +2,7 @@
 
 `_page_size_default` runs once in the resolution of all supported releases, in the process that parsed the arguments,
 after the attention backend is settled and before any process is spawned: bad settings stop the start there, before a
-model is loaded.
+model is loaded. Before that SGLang refuses backends that it does not list for deterministic inference, without a reason.
 """
 
 import logging
@@ -37,11 +37,28 @@ def resolve(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, A
     return original(view)
 
 
+def refuse_deterministic(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, Any]:
+    """Around the choice of an attention backend for deterministic inference.
+
+    Raises:
+        UnsupportedError: it is asked for, or another flag that `locks` refuses.
+    """
+    if named(view) and view.enable_deterministic_inference:
+        check_arguments(view)
+    return original(view)
+
+
 SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.arg_groups.overrides._page_size_default",
         "around",
         resolve,
         "defaults --page-size to 16 and refuses unsupported flags and bad settings",
+    ),
+    Seam(
+        "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
+        "around",
+        refuse_deterministic,
+        "refuses deterministic inference with the reason",
     ),
 )

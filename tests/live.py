@@ -208,12 +208,14 @@ class Form:
 
     Attributes:
         fact, question: as the user writes them. begun: words with which the model's answer begins.
+        alone: each fact in a text of its own, so that there is no other to take it for.
     """
 
     name: str
     fact: str
     question: str
     begun: str
+    alone: bool = False
 
 
 _FACT = "The pass code of the {city} office is {code}."
@@ -223,9 +225,14 @@ FORMS = (
     Form("asked", _FACT, f"{_QUESTION} Answer with the code alone.", ""),
     Form("begun", _FACT, _QUESTION, _BEGUN),
     Form("told twice", f"{_FACT} Remember: the pass code of the {{city}} office is {{code}}.", _QUESTION, _BEGUN),
+    Form("alone", _FACT, _QUESTION, _BEGUN, alone=True),
 )
 """From hard to easy."""
-INTRODUCTION = "The text below tells the pass codes of ten offices. Remember them, and answer the question that follows it."
+INTRODUCTIONS = {
+    False: "The text below tells the pass codes of ten offices. Remember them, and answer the question that follows it.",
+    True: "The text below tells the pass code of an office. Remember it, and answer the question that follows it.",
+}
+"""By `Form.alone`."""
 
 
 @dataclass(frozen=True)
@@ -237,18 +244,28 @@ class Planted:
     depths: dict[str, float]
 
 
-def plant(text: str, length: int, form: Form, tokenizer: Any) -> Planted:
+def plant(text: str, length: int, form: Form, tokenizer: Any) -> list[Planted]:
     """Put a fact for every city of `CODES` into a text, at depths of 5 % to 95 % in equal steps.
 
     Args:
         text: real text, longer than `length` tokens; paragraphs that hold a code or a city are left out.
-        length: tokens of the result, a few more or less.
+        length: tokens of a result, a few more or less.
+
+    Returns:
+        The text with all facts, or where the form wants them alone a text for every one.
     """
+    cities = list(CODES)
+    groups = [[city] for city in cities] if form.alone else [cities]
+    return [_plant(text, length, form, tokenizer, group) for group in groups]
+
+
+def _plant(text: str, length: int, form: Form, tokenizer: Any, cities: list[str]) -> Planted:
+    """`plant` of some cities' facts, at the depths that they have among all."""
 
     def count(part: str) -> int:
         return len(tokenizer(part)["input_ids"])
 
-    facts = {city: form.fact.format(city=city, code=code) for city, code in CODES.items()}
+    facts = {city: form.fact.format(city=city, code=CODES[city]) for city in cities}
     room = length - sum(count(f"\n\n{fact}") for fact in facts.values())
     blocks = [block for block in text.split("\n\n") if not any(word in block for pair in CODES.items() for word in pair)]
     ends, total = [], 0  # tokens before the end of each block, the blank line after it included
@@ -259,8 +276,8 @@ def plant(text: str, length: int, form: Form, tokenizer: Any) -> Planted:
             break
     assert total >= room, f"the text has {total} tokens, not {room}"
     parts = blocks[: len(ends)]
-    for number, fact in reversed(list(enumerate(facts.values()))):
-        depth = (0.05 + 0.9 * number / (len(facts) - 1)) * total
+    for city, fact in reversed(facts.items()):
+        depth = (0.05 + 0.9 * list(CODES).index(city) / (len(CODES) - 1)) * total
         parts.insert(min(range(len(ends)), key=lambda block: abs(ends[block] - depth)) + 1, fact)
     whole = "\n\n".join(parts)
     tokens = count(whole)
@@ -269,7 +286,7 @@ def plant(text: str, length: int, form: Form, tokenizer: Any) -> Planted:
 
 def fact_prompt(planted: Planted, form: Form, city: str, tokenizer: Any) -> list[int]:
     """Token ids of the question for one city behind the whole text, in the model's chat format."""
-    content = f"{INTRODUCTION}\n\n{planted.text}\n\n{form.question.format(city=city)}"
+    content = f"{INTRODUCTIONS[form.alone]}\n\n{planted.text}\n\n{form.question.format(city=city)}"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     return list(tokenizer(chat + form.begun.format(city=city), add_special_tokens=False)["input_ids"])
 

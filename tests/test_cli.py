@@ -52,6 +52,8 @@ def test_audit_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         assert main(["audit", url]) == 2
     assert f"{url}/server_info gave no answer" in capsys.readouterr().err
+    assert main(["audit", "127.0.0.1:30000"]) == 2
+    assert "127.0.0.1:30000/server_info is no address of a server: it begins with http://" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["audit", url, "--pages", "-1"])
     assert ended.value.code == 2

@@ -61,6 +61,7 @@ def test_dense_twin(model_path: str, dense_tokens: dict[bool, list[list[int]]]) 
 
 
 @pytest.mark.one_version
-def test_dense_twin_matrix(model_path: str, dense_tokens: dict[bool, list[list[int]]]) -> None:
-    """The other page size, without chunks."""
-    check_twin(model_path, dense_tokens, 64, -1)
+@pytest.mark.parametrize(("page_size", "chunk"), [(16, -1), (64, 512), (64, -1)])
+def test_dense_twin_matrix(model_path: str, dense_tokens: dict[bool, list[list[int]]], page_size: int, chunk: int) -> None:
+    """The other page size, and both without chunks."""
+    check_twin(model_path, dense_tokens, page_size, chunk)

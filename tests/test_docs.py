@@ -58,7 +58,7 @@ def test_memory_of_the_table_is_what_a_server_plans(
     generate: ModuleType, name: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable_name("rank"), str(rank))
-    shape = generate.model_shape(name)
+    shape = generate.shape_of(generate.MODELS / name)
     config = json.loads((MODELS / name / "config.json").read_text())
     told = SimpleNamespace(
         head_dim=config["head_dim"],

@@ -404,7 +404,10 @@ def test_a_text_that_is_too_short_says_how_long_it_is(
     text = tmp_path / "short.txt"
     text.write_text("one two three")
     assert main(["mass", "--model", model_path, "--text", str(text)]) == 2
-    assert re.search(r"has 3 tokens; --tokens 8000 is too many", capsys.readouterr().err)
+    assert re.search(r"has 3 tokens; at least 64 are needed", capsys.readouterr().err)
+    text.write_text("one two three " * 40)
+    assert main(["mass", "--model", model_path, "--text", str(text), "--tokens", "500"]) == 2
+    assert re.search(r"has 1\d\d tokens; --tokens 500 is too many", capsys.readouterr().err)
 
 
 def test_texts_are_python_s_own() -> None:

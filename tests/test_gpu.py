@@ -171,13 +171,16 @@ def test_a_device_counter_is_read_without_waiting() -> None:
     """While the stream is busy nothing waits for it, and what it counts is told once it is there."""
     count = torch.zeros(1, dtype=torch.int64, device="cuda")
     late = LateCount(count)
+    count.add_(1)  # loads what a first use loads
+    late.ask()
     torch.cuda.synchronize()
+    assert late.value() == 1
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(1 << 30)  # cycles, about half a second
-        count.add_(5)
+        torch.cuda._sleep(1 << 33)  # cycles, about four seconds: other tests may use the device and the processor too
+        count.add_(4)
         late.ask()
-        assert late.value() == 0
+        assert late.value() == 1
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()

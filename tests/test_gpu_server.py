@@ -181,19 +181,21 @@ class Exercise:
         return found
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Every fact of every form in a request of its own, behind the same text."""
+        """Every fact of every form in a request of its own, behind the same text but where it is to be alone."""
         found = {}
         for form in live.FORMS:
-            planted = live.plant(self.text, self.sizes.fact_tokens, form, self.tokenizer)
+            texts = live.plant(self.text, self.sizes.fact_tokens, form, self.tokenizer)
             before = live.counters(self.url)
             answers = {
                 city: live.generate(
                     self.url, live.fact_prompt(planted, form, city, self.tokenizer), FACT_ANSWER_TOKENS, to_end=True
                 )
-                for city in live.CODES
+                for planted in texts
+                for city in planted.depths
             }
             found[form.name] = {
-                "depths": planted.depths,
+                "depths": {city: depth for planted in texts for city, depth in planted.depths.items()},
+                "alone": form.alone,
                 "answers": answers,
                 "before": before,
                 "after": live.counters(self.url),
@@ -532,7 +534,8 @@ def test_facts_are_found_wherever_dense_finds_them(runs: dict[tuple[str, str], R
     assert set(found[telling]["dense"]) <= set(found[telling]["locks"])
     counted, asked = pages(locks[telling]), list(locks[telling]["answers"].values())
     assert counted["pages_read"] < 0.1 * counted["pages_held"]
-    assert all(answer.cached_tokens > 0.9 * answer.prompt_tokens for answer in asked[1:])
+    # Behind the same text, or each behind one that differs from its fact on, the first at 5 % of it.
+    assert all(answer.cached_tokens > (0.0 if locks[telling]["alone"] else 0.9) * answer.prompt_tokens for answer in asked[1:])
     assert locks[telling]["after"]["invalid_pages"] == 0
 
 

@@ -95,6 +95,7 @@ def test_no_radix_cache(model_path: str) -> None:
 
 
 @pytest.mark.one_version
-def test_large_pages(model_path: str) -> None:
-    with Worker(model_path, BUDGET, **SMALL_POOL, page_size=256) as worker:
+@pytest.mark.parametrize("page_size", [128, 256])
+def test_large_pages(model_path: str, page_size: int) -> None:
+    with Worker(model_path, BUDGET, **SMALL_POOL, page_size=page_size) as worker:
         worker.call(scenarios.page_size_keeps_reuse)

@@ -32,13 +32,13 @@ class Configuration(NamedTuple):
 
 CONFIGURATIONS = {
     "pages of 16, mixed batches": Configuration(
-        6000, {"page_size": 16, "max_total_tokens": 768, "chunked_prefill_size": 96, "enable_mixed_chunk": True}
+        6700, {"page_size": 16, "max_total_tokens": 768, "chunked_prefill_size": 96, "enable_mixed_chunk": True}
     ),
     "pages of 64, planned as replays": Configuration(
-        6000, {"page_size": 64, "max_total_tokens": 1536, "chunked_prefill_size": 64}, graphs=True
+        6700, {"page_size": 64, "max_total_tokens": 1536, "chunked_prefill_size": 64}, graphs=True
     ),
     "pages of 32, without overlap, short ones dense": Configuration(
-        6000,
+        6700,
         {
             "page_size": 32,
             "max_total_tokens": 1024,

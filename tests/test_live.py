@@ -45,13 +45,16 @@ def test_rounding_follows_the_two_best_through_an_exchange() -> None:
 def test_facts_are_planted_at_their_depths(form: Any) -> None:
     """Every fact once, at 5 % to 95 %, in text that holds no other word of it."""
     text = "\n\n".join(f"paragraph {i} with the number {i} and six words more" for i in range(2000))
-    planted = plant(text, 5000, form, Words())
-    assert abs(planted.tokens - 5000) < 20
-    for number, (city, code) in enumerate(CODES.items()):
-        fact = form.fact.format(city=city, code=code)
-        assert planted.text.count(f"\n\n{fact}\n\n") == 1
-        assert planted.depths[city] == pytest.approx(0.05 + 0.1 * number, abs=0.01)
-        assert f"number {int(code)} " not in planted.text
+    texts = plant(text, 5000, form, Words())
+    assert [list(planted.depths) for planted in texts] == ([[city] for city in CODES] if form.alone else [list(CODES)])
+    for planted in texts:
+        assert abs(planted.tokens - 5000) < 20
+        for number, (city, code) in enumerate(CODES.items()):
+            fact = form.fact.format(city=city, code=code)
+            told = city in planted.depths
+            assert planted.text.count(f"\n\n{fact}\n\n") == told
+            assert not told or planted.depths[city] == pytest.approx(0.05 + 0.1 * number, abs=0.01)
+            assert f"number {int(code)} " not in planted.text
 
 
 def test_answer_is_judged_by_its_first_number() -> None:

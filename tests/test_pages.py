@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from pages import PAGES, ROOT, blocks, every_command, image, the_command
+from registrations import assert_registered_once, watching
 from starts import Start, clean_environment, model_folder, start_all
 
 from locks_sglang.cli import main
@@ -168,9 +169,9 @@ def variables() -> dict[str, str]:
     return clean_environment() | {"PATH": path, "HF_HUB_OFFLINE": "1"}
 
 
-def finished(command: Sequence[str], place: Path) -> subprocess.CompletedProcess[str]:
-    """A command that has succeeded."""
-    done = subprocess.run(command, cwd=place, env=variables(), capture_output=True, text=True, timeout=900)
+def finished(command: Sequence[str], place: Path, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that has succeeded, with more variables if given."""
+    done = subprocess.run(command, cwd=place, env=variables() | (more or {}), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done
 
@@ -261,9 +262,10 @@ def test_audit_finds_all_summaries_sound(ask: Run) -> None:
 
 
 @pytest.mark.server
-def test_engine_serves(place: Path) -> None:
+def test_engine_serves(place: Path, tmp_path: Path) -> None:
     """`sgl.Engine`, configured by `locks_sglang.configure`."""
-    done = finished(shlex.split(the_command("python examples/offline_engine.py")), place)
+    done = finished(shlex.split(the_command("python examples/offline_engine.py")), place, watching(tmp_path))
+    assert_registered_once(tmp_path)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"text"')]
     result = json.loads(line)
     assert "Paris" in result["text"]

@@ -205,6 +205,18 @@ AROUND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
         {},
     ),
     (
+        "_deterministic_attention_backend",
+        (
+            SimpleNamespace(
+                attention_backend="triton",
+                prefill_attention_backend=None,
+                decode_attention_backend=None,
+                enable_deterministic_inference=True,
+            ),
+        ),
+        {},
+    ),
+    (
         "capture_prefill_graph",
         (),
         {

@@ -14,6 +14,7 @@ import dashboard
 import openai
 import pytest
 from live import Series, scraped_at, server_info
+from registrations import assert_registered_once, watching
 
 from locks_sglang.audit import KEY_VARIABLE
 from locks_sglang.cli import main as cli
@@ -144,7 +145,8 @@ def test_launchers_serve_multi_turn_chat(
     command = [*LAUNCHERS[launcher], model_path, *COMMON, "--locks-budget-tokens", str(BUDGET), "--enable-cache-report"]
     command += ["--admin-api-key", ADMIN_KEY, "--enable-metrics", "--decode-log-interval", str(LOG_INTERVAL)]
     log = tmp_path / "server.log"
-    with serving(command, log, {**os.environ, "HF_HUB_OFFLINE": "1"}, lambda phase: None) as url:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **watching(tmp_path)}
+    with serving(command, log, environment, lambda phase: None) as url:
         client = openai.OpenAI(base_url=url + "/v1", api_key="none", timeout=300)
         state = server_info(url)["internal_states"][0]["locks"]
         assert state["config"]["budget_tokens"] == BUDGET
@@ -196,6 +198,7 @@ def test_launchers_serve_multi_turn_chat(
         assert info["internal_states"][0]["locks"]["counters"]["pages_read"] > 0
     text = log.read_text()
     assert "Failed to" not in text
+    assert_registered_once(tmp_path)
     assert len(re.findall(r"locks config [0-9a-f]{12}: ", text)) == 1
     assert len(re.findall(r"--page-size is 16", text)) == 1
     check_decode_lines(text, truth.shares)

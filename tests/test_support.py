@@ -59,6 +59,7 @@ EXTERNAL = "an external KV cache layer (LMCache, FlexKV, a cache linker, a custo
 SESSIONS = "streaming sessions and the session radix cache"
 ENCODER = "an encoder, embedding or cross-attention model"
 QUANTIZED = "a quantised KV cache"
+PAGE_MAJOR = "page-major KV layouts and unified memory"
 
 ARGUMENTS = [
     Case(SPLIT, ["--prefill-attention-backend", "torch_native"], "prefill torch_native, decode locks"),
@@ -100,18 +101,15 @@ ARGUMENTS = [
     Case(EXTERNAL, ["--enable-flexkv"], "enable_flexkv=True"),
     Case(EXTERNAL, ["--radix-cache-backend", "other"], "radix_cache_backend=other"),
     Case(ENCODER, ["--is-embedding"], "is_embedding=True"),
+    Case("deterministic inference", ["--enable-deterministic-inference"], "enable_deterministic_inference=True"),
+    Case(PAGE_MAJOR, ["--enable-unified-memory"], "enable_unified_memory=True"),
+    Case(PAGE_MAJOR, ["--enable-page-major-kv-layout"], "enable_page_major_kv_layout=True"),
 ]
 if LATE:
     ARGUMENTS += [
         Case(DISAGGREGATION, ["--enable-pd-role-switch"], "enable_pd_role_switch=True"),
         Case(EXTERNAL, ["--enable-unified-cache-external-linker"], "enable_unified_cache_external_linker=True"),
     ]
-
-BY_SGLANG = [
-    Case("deterministic inference", ["--enable-deterministic-inference"], "you explicitly specified 'locks'"),
-    Case("page-major KV layouts and unified memory", ["--enable-unified-memory"], "['locks']"),
-    Case("page-major KV layouts and unified memory", ["--enable-page-major-kv-layout"], "--enable-page-major-kv-layout"),
-]
 
 ACCEPTED = {
     "plain": [],
@@ -133,7 +131,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     """Every start of this file, by its flags or its name."""
     folder = tmp_path_factory.mktemp("starts")
     locks = ["--attention-backend", "locks"]
-    attempts = {name_of(case): ([*locks, *case.flags], {}) for case in ARGUMENTS + BY_SGLANG}
+    attempts = {name_of(case): ([*locks, *case.flags], {}) for case in ARGUMENTS}
     attempts |= {name: ([*locks, *flags], {}) for name, flags in ACCEPTED.items()}
     attempts["too new"] = (locks, {"PYTHONPATH": fake_sglang(folder / "new", "0.6.0")})
     outcomes = start_all(model_folder(folder / "model"), list(attempts.values()))
@@ -154,14 +152,6 @@ def test_refused_arguments(starts: dict[str, Start], case: Case) -> None:
         assert start.message.endswith(f"): {TABLE[case.feature].reason}. {TABLE[case.feature].way_out}.")
     else:
         assert start.message == expected(TABLE[case.feature], case.found)
-
-
-@pytest.mark.parametrize("case", BY_SGLANG, ids=name_of)
-def test_refused_by_sglang(starts: dict[str, Start], case: Case) -> None:
-    """What SGLang refuses for a backend that it does not list needs no check of ours, as long as it does."""
-    start = starts[name_of(case)]
-    assert start.error in ("ValueError", "AssertionError")
-    assert case.found in start.message
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -406,7 +396,6 @@ def probed_by() -> dict[str, set[str]]:
         "test_refused_arguments": {case.feature for case in ARGUMENTS},
         "test_refused_models": {name for name, _, _ in MODELS},
         "test_refused_layers": {name for name, _, _ in LAYERS},
-        "test_refused_by_sglang": {case.feature for case in BY_SGLANG},
         "test_graphs_are_refused_without_kernels": {GRAPHS_WITHOUT_KERNELS.name},
         "test_dense_graphs_are_refused_without_an_inner_backend": {SHORT_WITHOUT_GRAPHS.name},
     }
@@ -430,7 +419,7 @@ def test_row(feature: Feature) -> None:
     tried = probed_by()
     assert feature.name in tried[function]
     assert all(feature.name in tried[f"test_refused_{name}"] for name in used)
-    assert used or function == "test_refused_by_sglang" or feature in (GRAPHS_WITHOUT_KERNELS, SHORT_WITHOUT_GRAPHS)
+    assert used or feature in (GRAPHS_WITHOUT_KERNELS, SHORT_WITHOUT_GRAPHS)
 
 
 def test_rows_are_distinct() -> None:

@@ -57,7 +57,9 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", help="folder of the model (default: SmolLM2-135M-Instruct, fetched into build/models)"
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is a GPU")
-    parser.add_argument("--tokens", type=int, default=8000, metavar="N", help="length of the prompt (default %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="length of the prompt (default: 8000, or all of a shorter text)"
+    )
     parser.add_argument(
         "--text",
         default="prose",

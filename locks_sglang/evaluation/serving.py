@@ -21,6 +21,8 @@ MODELS_FOLDER = Path("build") / "models"
 """Where a fetched model is kept, under the working directory; `locks-sglang demo` keeps it there too."""
 
 LEAST_TOKENS = 64
+MOST_TOKENS = 8000
+"""Of a prompt whose length was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +73,12 @@ def read_text(given: argparse.Namespace) -> ServedText:
     """Find the model, and tokenize the text.
 
     Args:
-        given: `model`, `device`, `tokens`, `text` and `seed`, as `cli` parses them.
+        given: `model`, `device`, `tokens` (None for `MOST_TOKENS`, or all of a shorter text), `text` and `seed`, as parsed.
 
     Raises:
         TextError: the text cannot be read or is too short. ModelError: there is no such model.
     """
-    if given.tokens < LEAST_TOKENS:
+    if given.tokens is not None and given.tokens < LEAST_TOKENS:
         raise TextError(f"--tokens {given.tokens} is not allowed: at least {LEAST_TOKENS} are needed")
     device = given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     text, description = load_text(given.text)
@@ -86,9 +88,12 @@ def read_text(given: argparse.Namespace) -> ServedText:
     tokenizer = AutoTokenizer.from_pretrained(model)
     # The tokenizer adds its own special tokens, once: a BOS where it defines one, none where it does not.
     ids = tokenizer.encode(text)
-    if len(ids) < given.tokens:
-        raise TextError(f"the text ({description}) has {len(ids)} tokens; --tokens {given.tokens} is too many")
-    return ServedText(model, device, tokenizer, ids[: given.tokens], given.text, description, given.seed)
+    if len(ids) < LEAST_TOKENS:
+        raise TextError(f"the text ({description}) has {len(ids)} tokens; at least {LEAST_TOKENS} are needed")
+    tokens = given.tokens or min(MOST_TOKENS, len(ids))
+    if len(ids) < tokens:
+        raise TextError(f"the text ({description}) has {len(ids)} tokens; --tokens {tokens} is too many")
+    return ServedText(model, device, tokenizer, ids[:tokens], given.text, description, given.seed)
 
 
 def serve_text(given: argparse.Namespace) -> tuple[CapturedRun, dict[str, Any]]:
