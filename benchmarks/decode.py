@@ -36,6 +36,8 @@ LOCKS = "locks"
 NONE = "none"
 NONE_NAME = "locks_bench_none"
 """What `none` is called within SGLang: a name that no release of it uses."""
+DENSE_VARIANT = "dense variant"
+"""What attends where `locks` decodes in the dense graph of short contexts."""
 GPU_BACKENDS = ("flashinfer", "fa3", "triton")
 CONTEXTS = (4096, 16384, 65536, 131072, 262144, 524288, 1048576)
 LARGEST_PAGE = 256
@@ -552,7 +554,7 @@ class Decoder:
         return {
             "counted": counted | {"dense_rows": dict(+dense), "invalid_pages": after["invalid_pages"]},
             "settings": asdict(backend.config),
-            "attend": ", then ".join(["dense variant"] * (short > 0) + [attends_with(backend, batch)] * (len(held) > 0)),
+            "attend": ", then ".join([DENSE_VARIANT] * (short > 0) + [attends_with(backend, batch)] * (len(held) > 0)),
         }
 
     def _memory(self) -> dict[str, int]:

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 
 from locks_sglang import metrics
-from locks_sglang.benchmarks.decode import MODELS, Shape, models, shape_of
+from locks_sglang.benchmarks.decode import DENSE_VARIANT, MODELS, Shape, models, shape_of
 from locks_sglang.config import LocksConfig, flag_name, variable_name
 from locks_sglang.kernels.build_page_summaries import RecordLayout
 from locks_sglang.kernels.common import PAGE_SIZE
-from locks_sglang.report.data import read
+from locks_sglang.report.data import Row, read
 from locks_sglang.report.views import NONE, cases
 from locks_sglang.seams import all_seams
 from locks_sglang.support import CPU_VERIFIED, FEATURES, GPU_VERIFIED, markdown_matrix
@@ -103,6 +103,12 @@ def tokens_short(tokens: int) -> str:
     return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}K"
 
 
+def _time(row: Row) -> str:
+    """Median (p99) of a row, and whether `locks` decoded dense."""
+    told = f"{row.get('token_ms.p50'):.2f} ({row.get('token_ms.p99'):.2f})"
+    return told + " dense" * (row.get("attend") == DENSE_VARIANT)
+
+
 def decode_tables() -> str:
     """Time a token by context and backend, from the results file: one table for what can be compared."""
     parts = []
@@ -118,10 +124,7 @@ def decode_tables() -> str:
         ]
         for context in contexts:
             found = {name: row for name, rows in case.series.items() for row in rows if row.get("context") == context}
-            times = [
-                f"{found[name].get('token_ms.p50'):.2f} ({found[name].get('token_ms.p99'):.2f})" if name in found else ""
-                for name in columns
-            ]
+            times = [_time(found[name]) if name in found else "" for name in columns]
             faster = [f"{ratio[context]:.2f}" if context in ratio else "" for ratio in ratios]
             lines.append(f"| {tokens_short(context)} | {' | '.join([*times, *faster])} |")
         versions = case.series[columns[0]][-1].versions

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .seams import version_key
 
 FIRST_VERSION, END_VERSION = "0.5.17", "0.5.24"
-GPU_VERIFIED: tuple[str, ...] = ()
+GPU_VERIFIED: tuple[str, ...] = ("0.5.17",)
 CPU_VERIFIED = ("0.5.17", "0.5.23")
 PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 96, 128, 256)
@@ -199,6 +199,14 @@ def attention_layers(runner: Any) -> list[Any]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def _without_attention(runner: Any) -> str:
+    """Layers of this rank's KV pool that no attention uses, as DeciLM has."""
+    pool = runner.token_to_kv_pool
+    used = {layer.layer_id for layer in attention_layers(runner)}
+    missing = [layer for layer in range(pool.start_layer, pool.start_layer + pool.layer_num) if layer not in used]
+    return f"layers {', '.join(map(str, missing))}" if missing else ""
 
 
 def _shapes_differ(runner: Any) -> str:
@@ -464,6 +472,14 @@ FEATURES: tuple[Feature, ...] = (
         "summaries are computed from SGLang's token-major MHA pool",
         "Unset SGLANG_USE_HND_KVCACHE and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
         model=_other_pool,
+    ),
+    Feature(
+        "layers without attention",
+        "refused",
+        _MODELS,
+        "every layer's pages are summarised, a decode step's with the last layer",
+        _OTHER_BACKEND,
+        model=_without_attention,
     ),
     Feature(
         "layers of different shapes",

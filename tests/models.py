@@ -12,9 +12,9 @@ from sglang.srt.model_executor.model_runner_components.load_model_utils import r
 from starts import model_folder
 
 
-def pool(dtype: torch.dtype = torch.bfloat16) -> MHATokenToKVPool:
+def pool(dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> MHATokenToKVPool:
     """A KV pool of 64 tokens on CPU."""
-    return MHATokenToKVPool(64, 16, dtype, 2, 64, 1, "cpu", False)
+    return MHATokenToKVPool(64, 16, dtype, 2, 64, layers, "cpu", False)
 
 
 def layer(query_heads: int = 4, head_dim: int = 64, kv_heads: int = 2, layer_id: int = 0, **settings: Any) -> RadixAttention:

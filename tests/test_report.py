@@ -379,6 +379,12 @@ def test_points_lie_where_their_values_are(rich: Path) -> None:
         assert float(y) == pytest.approx(y0 + (float(value) - v0) * (y1 - y0) / (v1 - v0), abs=0.02)
 
 
+def test_a_map_within_the_budget_reads_all_of_its_pages() -> None:
+    settings = {"budget_tokens": 4096, "sink_pages": 1, "recent_pages": 1}
+    sums = views.totals(Row("m.json", 0, small_map(settings=settings)))
+    assert (sums.budget.value, sums.pages.value) == (8, 8)
+
+
 def test_a_map_adds_up() -> None:
     sums = views.totals(Row("m.json", 0, small_map()))
     assert (sums.pages.value, sums.ever.value, sums.budget.value) == (8, 6, 4)

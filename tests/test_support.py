@@ -255,6 +255,7 @@ MODELS: list[tuple[str, str, Callable[[Path], Any]]] = [
         "4/1 heads of 64/64, 4/2 heads of 64/64",
         lambda at: runner(at, layer(), layer(kv_heads=1, layer_id=1)),
     ),
+    ("layers without attention", "layers 1", lambda at: runner(at, layer(), kv_pool=pool(layers=2))),
     (
         "this head dimension",
         "layer 0: head dimension 80",

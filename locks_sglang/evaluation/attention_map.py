@@ -164,10 +164,11 @@ def run(given: argparse.Namespace) -> int:
     server = start(text, len(prompt_ids), given.new_tokens, given.budget)
     made = record(server, prompt_ids, given.new_tokens)
     layers, heads, pages = made.reads.shape
+    chosen = min(server.backend.config.budget_pages, pages)
     never = int((made.reads.sum((0, 1)) == 0).sum())
     print(
         f"{len(prompt_ids)} prompt tokens, {len(made.answer_ids)} of the answer: {layers} layers x {heads} KV heads chose "
-        f"{server.backend.config.budget_pages} of {pages} pages in each of {made.steps} steps; {never} pages were never read"
+        f"{chosen} of {pages} pages in each of {made.steps} steps; {never} pages were never read"
     )
     result = {
         "kind": ATTENTION_MAP,

@@ -10,7 +10,7 @@ from ..benchmarks.kernels import whole
 from ..config import ConfigError
 from ..models import ModelError
 
-DEFAULT_MAP = Path("benchmarks/results/attention_map.json")
+DEFAULT_MAP = Path("attention_map.json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

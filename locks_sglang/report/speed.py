@@ -49,7 +49,7 @@ def _case(case: views.Case, results: Results, sources: Sources) -> Markup:
             text=milliseconds,
         ),
         tag("strong", "Milliseconds a token. "),
-        "Without attention the rest of the step stays: the floor. ",
+        "Without attention the rest of the step stays: the floor. " if views.NONE in case.series else "",
         sources.refs(files),
     )
     head = tag("h3", f"{case.model}, batch ", shown(case.batch), f", {case.gpu}")

@@ -162,12 +162,13 @@ def totals(row: Row) -> MapTotals:
     pages = len(row.get("pages"))
     sums = [sum(head[page] for head in counts) for page in range(pages)]
     where = _reads(row)
-    budget = row.figure("settings.budget_tokens")
+    all_pages = Figure(pages, f"{where} (pages)")
+    budget = row.figure("settings.budget_tokens") / row.figure("page_tokens")
     return MapTotals(
-        Figure(pages, f"{where} (pages)"),
+        all_pages,
         Figure(sum(total > 0 for total in sums), f"{where} (pages read at least once)"),
         Figure(int(median(sum(count > 0 for count in head) for head in counts)), f"{where} (median KV head's pages)"),
-        budget / row.figure("page_tokens"),
+        budget if budget.value < pages else all_pages,
         Figure(sum(sums[page] for page in _beyond_window(row)) / sum(sums), f"{where} (share beyond a window)"),
         [total / (len(counts) * held) for total, held in zip(sums, row.get("held"), strict=True)],
     )
