@@ -5,22 +5,18 @@
 
 import argparse
 import json
-import os
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-REQUEST = "locks_audit"
-"""Name under which `/set_internal_state` takes the request; its value is the most pages to look at, 0 for all."""
+from .admin import AUDIT, KEY_VARIABLE, AdminError, change, states
+
 CHUNK = 1024
 """Pages that are rebuilt together: their keys and values are copied in fp32."""
 SHOWN = 20
 """Mismatches that a report lists."""
-KEY_VARIABLE = "SGLANG_ADMIN_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -126,6 +122,11 @@ def rank_group(scheduler: Any) -> tuple[Any, int]:
     return (group, torch.distributed.get_rank(group)) if shared else (None, 0)
 
 
+def backend_of(scheduler: Any) -> Any:
+    """The attention backend of one of SGLang's schedulers."""
+    return scheduler.tp_worker.model_runner.attn_backend
+
+
 def page_owners(scheduler: Any, summaries: Any) -> dict[int, tuple[str, int]]:
     """Complete physical pages that the radix tree or a running request owns: by whom, and the position of the first token.
 
@@ -137,7 +138,7 @@ def page_owners(scheduler: Any, summaries: Any) -> dict[int, tuple[str, int]]:
     from .kernels.common import PAGE_SIZE
 
     owners: dict[int, tuple[str, int]] = {}
-    for owned in (_nodes(scheduler), _requests(scheduler)):
+    for owned in (_nodes(scheduler), running_requests(scheduler)):
         # One transfer for all of them.
         pages = torch.cat([slots[::PAGE_SIZE] for *_, slots in owned]).cpu() // PAGE_SIZE if owned else torch.empty(0)
         for (owner, start, _), part in zip(
@@ -193,7 +194,7 @@ def _nodes(scheduler: Any) -> list[tuple[str, int, Any]]:
         return []  # without a radix cache requests own all there is
 
 
-def _requests(scheduler: Any) -> list[tuple[str, int, Any]]:
+def running_requests(scheduler: Any) -> list[tuple[str, int, Any]]:
     """Running requests: name, position of the first token, slots of complete pages."""
     from .kernels.common import PAGE_SIZE
 
@@ -246,7 +247,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--pages must be 0 (all) or more, got {given.pages}")
     try:
         ranks = _ask(given.url.rstrip("/"), given.pages, given.timeout)
-    except AuditError as error:
+    except AdminError as error:
         print(f"locks-sglang audit: {error}", file=sys.stderr)
         return 2
     if given.json:
@@ -257,52 +258,11 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(told["mismatched"] for told in ranks) else 0
 
 
-class AuditError(RuntimeError):
-    """A server that cannot be asked."""
-
-
 def _ask(url: str, pages: int, timeout: float) -> list[dict[str, Any]]:
     """Have every scheduler audit, and what each then tells."""
-    _audits(url, timeout)  # refuses a server without locks
-    done = _call(f"{url}/set_internal_state", timeout, {"server_args": {REQUEST: pages}})
-    if not isinstance(done, list) or not all(done):
-        raise AuditError(f"{url} did not audit; its log says why")
-    return _audits(url, timeout)
-
-
-def _audits(url: str, timeout: float) -> list[Any]:
-    """Last audit of every scheduler, None where there was none."""
+    if not change(url, timeout, {AUDIT: pages}):
+        raise AdminError(f"{url} did not audit; its log says why")
     return [state["audit"] for state in states(url, timeout)]
-
-
-def states(url: str, timeout: float) -> list[dict[str, Any]]:
-    """What `locks` tells of itself on a running server, scheduler by scheduler: settings, sizes, counters, the last audit.
-
-    Raises:
-        AuditError: the server cannot be asked, or serves without `locks`.
-    """
-    told = _call(f"{url}/server_info", timeout)["internal_states"]
-    if not all("locks" in state for state in told):
-        raise AuditError("this server does not run --attention-backend locks")
-    return [dict(state["locks"]) for state in told]
-
-
-def _call(url: str, timeout: float, body: dict[str, Any] | None = None) -> Any:
-    headers = {"Content-Type": "application/json"}
-    key = os.environ.get(KEY_VARIABLE)
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    if not url.startswith(("http://", "https://")):
-        raise AuditError(f"{url} is no address of a server: it begins with http:// or https://, as in http://127.0.0.1:30000")
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        hint = f"; put the server's admin key into {KEY_VARIABLE}" if error.code in (401, 403) else ""
-        raise AuditError(f"{url} answered {error.code} {error.reason}{hint}") from None
-    except (OSError, ValueError) as error:
-        raise AuditError(f"{url} gave no answer: {error}") from None
 
 
 def _report(told: dict[str, Any], number: int, of: int) -> str:

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -20,6 +20,7 @@ from .plan import DecodePlan, ExtendPlan, plan_extend
 from .summary_pool import SummaryPool
 from .support import (
     DENSE_BACKENDS,
+    EVALUATION_IN_GRAPHS,
     FLASHINFER_ROWS,
     GPU_VERIFIED,
     GRAPHS_WITHOUT_KERNELS,
@@ -34,6 +35,9 @@ from .support import (
     check_version,
     verification_level,
 )
+
+if TYPE_CHECKING:
+    from .evaluation.served import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +166,7 @@ class LocksAttnBackend(AttentionBackend):
         self.dense_graphs = self.captures_dense = False
         self._decode: DecodePlan | None = None
         self._extend: ExtendPlan | None = None
+        self.evaluation = _evaluation(self) if config.evaluation == "on" else None
         # Requests of the last extend step and the tokens they had after it: a request that comes back with exactly that
         # prefix continues its own prefill, any other starts from the radix cache.
         self._extending: dict[str, int] = {}
@@ -187,6 +192,8 @@ class LocksAttnBackend(AttentionBackend):
             if dense:
                 self.dense.init_forward_metadata(forward_batch)
             self._plan_decode(forward_batch, lengths, buffers, dense=dense)
+            if self.evaluation is not None:
+                self.evaluation.begin(forward_batch.rids)
         else:
             self.dense.init_forward_metadata(forward_batch)
             self._plan_extend(forward_batch)
@@ -281,6 +288,12 @@ class LocksAttnBackend(AttentionBackend):
             self.attend_path, self._flashinfer = AttendPath("triton", "FlashInfer could not build its kernel"), None
             logger.warning("locks: decode attends with the Triton kernel, FlashInfer could not build its own: %s", error)
 
+    def change_config(self, config: LocksConfig) -> None:
+        """Decode with other settings from the next step on: for evaluation, between requests."""
+        self.config = config
+        if self._flashinfer is not None:
+            self._make_flashinfer(self._flashinfer.batch)
+
     def _count_built(self, pages: int) -> None:
         for layer_id in self.summaries.layer_ids if pages else ():
             self.counters.built[layer_id] += pages
@@ -357,10 +370,11 @@ class LocksAttnBackend(AttentionBackend):
         if last:
             with self._building.beside():
                 self.summaries.build_all(filled)
-        step = self._step(q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), layer, plan)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = self._step(queries, layer, plan).out if self.evaluation is None else self.evaluation.attend(queries, layer, plan)
         if last:
             self._building.join()
-        return step.out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
+        return out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
     def _step(self, q: torch.Tensor, layer: Any, plan: DecodePlan) -> DecodeStep:
         """Sparse attention of one layer for queries [B, Hq, D]; `locks-sglang eval map` looks at what it chose."""
@@ -394,6 +408,8 @@ class LocksAttnBackend(AttentionBackend):
             UnsupportedError: a device, dtype or shape that only the torch reference takes, or an inner backend without graphs
                 that is to attend in one.
         """
+        if self.evaluation is not None:
+            raise UnsupportedError(EVALUATION_IN_GRAPHS.message("--locks-evaluation on"))
         if not self._kernels:
             raise UnsupportedError(GRAPHS_WITHOUT_KERNELS.message(f"{self._keys.device}, {self._keys.dtype} cache"))
         self.dense_graphs = self.config.min_context_tokens > 0
@@ -432,6 +448,14 @@ class LocksAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Whether SGLang may use its Triton helpers around this backend: as its inner backend says."""
         return self.dense.support_triton()
+
+
+def _evaluation(backend: LocksAttnBackend) -> "Evaluation":
+    """What lets this backend choose pages otherwise; a server that is not in evaluation never loads it."""
+    from .evaluation.served import Evaluation
+
+    logger.warning("locks: this server is for evaluation: what decode reads can be changed while it runs")
+    return Evaluation(backend)
 
 
 def attends_with(backend: LocksAttnBackend, size: int) -> str:

@@ -24,6 +24,7 @@ FLAGS_VARIABLE = "LOCKS_COMMAND_LINE"
 
 COMBINES = ("mass", "peak", "max")
 TAIL_CORRECTIONS = ("qmu", "flat", "off")
+EVALUATIONS = ("off", "on")
 DENSE_BACKENDS = ("auto", "flashinfer", "fa3", "triton", "torch_native")
 
 
@@ -60,6 +61,9 @@ class LocksConfig:
     idle_audit_ms: int = _setting(
         20, "0 (never) to 10000", "milliseconds at a time in which an idle server compares its summaries with fresh ones"
     )
+    evaluation: str = _setting(
+        "off", ", ".join(EVALUATIONS), "let `locks-sglang eval` change what decode reads while the server runs; not for serving"
+    )
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -79,6 +83,7 @@ class LocksConfig:
         self._check("min_context_tokens", self.min_context_tokens >= 0)
         self._check("dense_backend", self.dense_backend in DENSE_BACKENDS)
         self._check("idle_audit_ms", 0 <= self.idle_audit_ms <= 10_000)
+        self._check("evaluation", self.evaluation in EVALUATIONS)
 
     def _check_type(self, spec: dataclasses.Field) -> None:
         value = getattr(self, spec.name)

@@ -258,6 +258,14 @@ SHORT_WITHOUT_GRAPHS = Feature(
     "Use --locks-dense-backend flashinfer, fa3 or triton, --locks-min-context-tokens 0 or --cuda-graph-backend-decode disabled",
 )
 
+EVALUATION_IN_GRAPHS = Feature(
+    "evaluation (--locks-evaluation on) in CUDA graphs",
+    "refused",
+    "tests/test_backend.py::test_graphs_are_refused_in_evaluation",
+    "a graph replays what was captured, whatever an evaluation switches to",
+    "Use --cuda-graph-backend-decode disabled",
+)
+
 FEATURES: tuple[Feature, ...] = (
     Feature("MHA and GQA decoder models", "works", _TWIN),
     Feature("page size 16, 32, 64, 128 and 256", "works", "tests/test_backend.py::test_page_sizes"),
@@ -275,6 +283,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("eviction and reuse of pages", "works", "tests/test_inprocess.py::test_eviction_keeps_summaries"),
     Feature("short contexts (min_context_tokens)", "dense", "tests/test_inprocess.py::test_short_batches_run_dense"),
     SHORT_WITHOUT_GRAPHS,
+    EVALUATION_IN_GRAPHS,
     Feature("bf16, fp16 and fp32 KV cache", "works", "tests/test_backend.py::test_cache_dtypes"),
     Feature(
         "different prefill and decode attention backends",

@@ -17,12 +17,17 @@ from hypothesis import strategies as st
 from starts import Start, clean_environment, model_folder, start_all
 
 from locks_sglang import ConfigError, LocksConfig, configure
-from locks_sglang.config import COMBINES, DENSE_BACKENDS, FLAGS_VARIABLE, NAMES, TAIL_CORRECTIONS, load_config
+from locks_sglang.config import COMBINES, DENSE_BACKENDS, EVALUATIONS, FLAGS_VARIABLE, NAMES, TAIL_CORRECTIONS, load_config
 from locks_sglang.patches.command_line import add_flags
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(LocksConfig)}
 NUMBERS = ("rank", "budget_tokens", "sink_pages", "recent_pages", "min_context_tokens", "idle_audit_ms")
-CHOICES = {"combine": COMBINES, "tail_correction": TAIL_CORRECTIONS, "dense_backend": DENSE_BACKENDS}
+CHOICES = {
+    "combine": COMBINES,
+    "tail_correction": TAIL_CORRECTIONS,
+    "dense_backend": DENSE_BACKENDS,
+    "evaluation": EVALUATIONS,
+}
 JUST_OUT_OF_RANGE = {
     "rank": ("0", "16"),
     "budget_tokens": ("32", "47", "2047", "2049"),
@@ -183,6 +188,7 @@ SETTINGS = st.fixed_dictionaries(
         "min_context_tokens": st.integers(0, 2),
         "dense_backend": st.sampled_from(DENSE_BACKENDS),
         "idle_audit_ms": st.sampled_from((0, 20)),
+        "evaluation": st.sampled_from(EVALUATIONS),
     },
 )
 
@@ -197,6 +203,7 @@ def test_digests_are_equal_exactly_when_settings_are(first: dict[str, Any], seco
 def test_digest_depends_on_every_setting() -> None:
     other: dict[str, Any] = {"rank": 4, "budget_tokens": 512, "sink_pages": 2, "recent_pages": 2, "combine": "max"}
     other |= {"tail_correction": "off", "min_context_tokens": 1, "dense_backend": "triton", "idle_audit_ms": 0}
+    other |= {"evaluation": "on"}
     assert set(other) == set(NAMES)
     digests = [LocksConfig(**{name: value}).digest for name, value in other.items()]
     assert len({LocksConfig().digest, *digests}) == len(NAMES) + 1
@@ -440,6 +447,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     yaml.write_text("attention-backend: locks\nlocks-budget-tokens: 512\nlocks-rank: 2\n")
     every = {"rank": "4", "budget_tokens": "512", "sink_pages": "2", "recent_pages": "3", "combine": "peak"}
     every |= {"tail_correction": "off", "min_context_tokens": "100", "dense_backend": "torch_native", "idle_audit_ms": "5"}
+    every |= {"evaluation": "on"}
     spaced = [part for name, value in every.items() for part in ("--locks-" + name.replace("_", "-"), value)]
     joined = [f"--locks-{name.replace('_', '-')}={value}" for name, value in every.items()]
     attempts: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -478,7 +486,7 @@ def test_start_without_settings(starts: dict[str, Start]) -> None:
 
 @pytest.mark.parametrize("form", ["every flag", "every flag with ="])
 def test_every_flag(starts: dict[str, Start], form: str) -> None:
-    expected = LocksConfig(4, 512, 2, 3, "peak", "off", 100, "torch_native", 5)
+    expected = LocksConfig(4, 512, 2, 3, "peak", "off", 100, "torch_native", 5, "on")
     assert starts[form].error == ""
     assert starts[form].settings == dataclasses.asdict(expected)
     assert starts[form].digest == expected.digest

@@ -42,7 +42,7 @@ def make_layer(tokens: int = 205, kind: str = "rope", layer_id: int = 3, cap: fl
     built = build_page_summaries(*paged, 8, center=keys[:tokens].mean(0))
     valid = torch.arange(pages) < tokens // truth.PAGE
     served = PageSummaries(built.layout, valid, built.center, built.record, built.values)
-    return LayerCapture(layer_id, queries, torch.from_numpy(outputs).float(), *paged, seq_lens, SCALE, cap, served)
+    return LayerCapture(layer_id, queries, paged[0], seq_lens, SCALE, cap, torch.from_numpy(outputs).float(), paged[1], served)
 
 
 def true_lse(layer: LayerCapture) -> np.ndarray:

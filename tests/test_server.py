@@ -16,7 +16,7 @@ import pytest
 from live import Series, scraped_at, server_info
 from registrations import assert_registered_once, watching
 
-from locks_sglang.audit import KEY_VARIABLE
+from locks_sglang.admin import KEY_VARIABLE
 from locks_sglang.cli import main as cli
 from locks_sglang.demo import ask
 from locks_sglang.metrics import METRICS, PREFIX

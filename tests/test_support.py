@@ -20,6 +20,7 @@ from locks_sglang.config import NAMES, flag_name
 from locks_sglang.seams import version_key
 from locks_sglang.support import (
     CPU_VERIFIED,
+    EVALUATION_IN_GRAPHS,
     FEATURES,
     FLASHINFER_HEAD_DIMS,
     GPU_VERIFIED,
@@ -399,6 +400,7 @@ def probed_by() -> dict[str, set[str]]:
         "test_refused_layers": {name for name, _, _ in LAYERS},
         "test_graphs_are_refused_without_kernels": {GRAPHS_WITHOUT_KERNELS.name},
         "test_dense_graphs_are_refused_without_an_inner_backend": {SHORT_WITHOUT_GRAPHS.name},
+        "test_graphs_are_refused_in_evaluation": {EVALUATION_IN_GRAPHS.name},
     }
 
 
@@ -420,7 +422,7 @@ def test_row(feature: Feature) -> None:
     tried = probed_by()
     assert feature.name in tried[function]
     assert all(feature.name in tried[f"test_refused_{name}"] for name in used)
-    assert used or feature in (GRAPHS_WITHOUT_KERNELS, SHORT_WITHOUT_GRAPHS)
+    assert used or feature in (GRAPHS_WITHOUT_KERNELS, SHORT_WITHOUT_GRAPHS, EVALUATION_IN_GRAPHS)
 
 
 def test_rows_are_distinct() -> None:

@@ -46,33 +46,27 @@ class CaptureError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class LayerCapture:
-    """One attention layer as the late queries of a prompt meet it.
+class LayerKeys:
+    """One attention layer as B queries meet it: what a method may look at to choose pages.
 
-    The B queries stand as B requests that share a prompt and differ in length. Pages are in logical order, page n of the
+    The queries stand as B requests that share a prompt and may differ in length. Pages are in logical order, page n of the
     prompt at index n; N pages, the partial tail page included.
 
     Args:
         layer_id: index of the layer in the model.
         queries: fp32 [B, Hq, D], after RoPE, as they arrive at the attention backend.
-        outputs: fp32 [B, Hq, Dv], what the server's attention returned for them.
         keys: fp32 [N, P, H, D], after RoPE, as they lie in the KV pool; 0 past the prompt.
-        values: fp32 [N, P, H, Dv], likewise.
         seq_lens: int64 [B], tokens that each query sees, its own included.
         sm_scale: factor on q.k before the soft cap.
         logit_cap: cap * tanh(logit / cap); 0 is off.
-        summaries: the records of these pages that the server built; only complete pages are valid.
     """
 
     layer_id: int
     queries: torch.Tensor
-    outputs: torch.Tensor
     keys: torch.Tensor
-    values: torch.Tensor
     seq_lens: torch.Tensor
     sm_scale: float
     logit_cap: float
-    summaries: PageSummaries
 
     @property
     def num_kv_heads(self) -> int:
@@ -100,6 +94,21 @@ class LayerCapture:
             self.sm_scale,
             logit_cap=self.logit_cap,
         )
+
+
+@dataclass(frozen=True)
+class LayerCapture(LayerKeys):
+    """One attention layer as the late queries of a prompt meet it, with what else the server had of it.
+
+    Args:
+        outputs: fp32 [B, Hq, Dv], what the server's attention returned for the queries.
+        values: fp32 [N, P, H, Dv], as the keys.
+        summaries: the records of these pages that the server built; only complete pages are valid.
+    """
+
+    outputs: torch.Tensor
+    values: torch.Tensor
+    summaries: PageSummaries
 
     def replay_error(self) -> float:
         """Largest difference between dense attention over what was captured and what the server returned, relative to

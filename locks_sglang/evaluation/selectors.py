@@ -7,6 +7,7 @@ selectors differ in nothing but their estimate. Letters as in `locks_sglang.ops`
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from ..kernels.build_page_summaries import PageSummaries, RecordLayout
 from ..kernels.build_page_summaries.record import ALIGNMENT, quantize
 from ..kernels.common import PAGE_SIZE, gqa_queries, soft_cap
 from ..ops import build_page_summaries, page_lse
-from .capture import LayerCapture
+from .capture import LayerCapture, LayerKeys
 
 BF16_BYTES = 2
 
@@ -29,12 +30,13 @@ class Selector:
         bytes_per_page: what the estimate reads of one page and KV head, in bytes, as it would be stored beside a bf16
             cache.
         page_lse: fp32 [B, Hq, N] of a layer: -inf past a query's pages, +inf where there is no estimate, as `ops.page_lse`.
+            Takes `LayerKeys`, or `LayerCapture` where the method needs more of the layer than its keys.
     """
 
     name: str
     label: str
     bytes_per_page: int
-    page_lse: Callable[[LayerCapture], torch.Tensor]
+    page_lse: Callable[[Any], torch.Tensor]
 
 
 def default_selectors(head_dim: int, v_head_dim: int, seed: int) -> list[Selector]:
@@ -55,7 +57,7 @@ def default_selectors(head_dim: int, v_head_dim: int, seed: int) -> list[Selecto
 def oracle(head_dim: int) -> Selector:
     """The ceiling of page selection: the exact log-sum-exp of every page, for which every key is read."""
 
-    def score(layer: LayerCapture) -> torch.Tensor:
+    def score(layer: LayerKeys) -> torch.Tensor:
         return layer.exact_lse()
 
     return Selector("oracle", "exact-LSE oracle", PAGE_SIZE * head_dim * BF16_BYTES, score)
@@ -89,7 +91,7 @@ def locks_selector(rank: int, head_dim: int, v_head_dim: int) -> Selector:
 def page_mean(head_dim: int) -> Selector:
     """One bf16 vector a page: as if every key were the mean of its page."""
 
-    def score(layer: LayerCapture) -> torch.Tensor:
+    def score(layer: LayerKeys) -> torch.Tensor:
         mean = layer.keys.mean(1)
         logits = torch.einsum("bhgd,nhd->bhgn", _queries(layer), mean)
         return _as_page_lse(_logits(layer, logits) + math.log(PAGE_SIZE), layer)
@@ -101,7 +103,7 @@ def min_max_bound(head_dim: int) -> Selector:
     """Quest: two bf16 vectors a page, the least and the greatest key in each dimension; a page scores the upper bound of
     its logits that they imply."""
 
-    def score(layer: LayerCapture) -> torch.Tensor:
+    def score(layer: LayerKeys) -> torch.Tensor:
         return _as_page_lse(_logits(layer, logit_bound(_queries(layer), layer.keys)), layer)
 
     return Selector("min-max", "min/max bound (Quest)", 2 * head_dim * BF16_BYTES, score)
@@ -174,7 +176,7 @@ def sketch_rank(size: int, bits: int, head_dim: int) -> int:
 def random_pages(seed: int) -> Selector:
     """Pages by lot, drawn for each layer, query and head; the same ones for the same seed."""
 
-    def score(layer: LayerCapture) -> torch.Tensor:
+    def score(layer: LayerKeys) -> torch.Tensor:
         batch, heads, _ = layer.queries.shape
         generator = torch.Generator().manual_seed(seed * 1000 + layer.layer_id)
         lot = torch.rand(batch, heads, layer.keys.shape[0], generator=generator)
@@ -183,15 +185,15 @@ def random_pages(seed: int) -> Selector:
     return Selector("random", "random pages", 0, score)
 
 
-def _queries(layer: LayerCapture) -> torch.Tensor:
+def _queries(layer: LayerKeys) -> torch.Tensor:
     return gqa_queries(layer.queries, layer.num_kv_heads, torch.float32)
 
 
-def _logits(layer: LayerCapture, products: torch.Tensor) -> torch.Tensor:
+def _logits(layer: LayerKeys, products: torch.Tensor) -> torch.Tensor:
     return soft_cap(layer.sm_scale * products, layer.logit_cap)
 
 
-def _as_page_lse(estimate: torch.Tensor, layer: LayerCapture) -> torch.Tensor:
+def _as_page_lse(estimate: torch.Tensor, layer: LayerKeys) -> torch.Tensor:
     """Estimates [B, H, G, N] or [B, Hq, N] with the marks of `ops.page_lse` at partial pages and past the request."""
     batch, heads, _ = layer.queries.shape
     estimate = estimate.reshape(batch, heads, -1)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..audit import KEY_VARIABLE, AuditError
+from ..admin import KEY_VARIABLE, AdminError
 
 WRITTEN = Path("benchmarks/results")
 """Where `bench` and `eval map` write, under the working directory."""
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         page = render(results, live=section)
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(page, encoding="utf-8")
-    except (ReportError, AuditError) as error:
+    except (ReportError, AdminError) as error:
         print(f"locks-sglang report: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..audit import states
+from ..admin import states
 from .data import Figure, Row
 from .html import Markup, count, gibibytes, joined, percent, shown, table, tag
 from .parts import section
@@ -24,7 +24,7 @@ def ask(url: str) -> list[Row]:
     """State of every scheduler of a server.
 
     Raises:
-        AuditError: see `states`.
+        AdminError: see `states`.
     """
     return [Row("server", number, state) for number, state in enumerate(states(url, TIMEOUT_S), 1)]
 
