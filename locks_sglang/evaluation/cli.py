@@ -35,17 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_map = commands.add_parser("map", help=text, description=told)
     _add_run_options(of_map)
     _add_map_options(of_map)
+    text = "divergence of next-token distributions from dense decoding, after the same tokens"
+    of_agreement = commands.add_parser("agreement", help=text, description=f"Measure the {text}, by method and budget.")
+    _add_run_options(of_agreement)
+    _add_agreement_options(of_agreement)
     arguments = sys.argv[1:] if argv is None else list(argv)
     given = parser.parse_args(arguments)
     given.command = shlex.join(["locks-sglang", "eval", *arguments])
 
     # Imported only now, so that --help needs neither torch nor SGLang.
-    from . import attention_map, mass
+    from . import agreement, attention_map, mass
     from .capture import CaptureError
     from .text import TextError
 
     try:
-        return (mass.run if given.evaluation == "mass" else attention_map.run)(given)
+        return {"mass": mass, "map": attention_map, "agreement": agreement}[given.evaluation].run(given)
     except (ConfigError, ModelError, TextError, CaptureError) as error:
         print(f"locks-sglang eval {given.evaluation}: {error}", file=sys.stderr)
         return 2
@@ -88,6 +92,45 @@ def _add_map_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=whole(2, 4096), default=64, metavar="N", help="most of the answer (%(default)s)")
     parser.add_argument("--budget", type=int, metavar="TOKENS", help="that a KV head may read (default: as configured)")
     parser.set_defaults(json=DEFAULT_MAP)
+
+
+def _add_agreement_options(parser: argparse.ArgumentParser) -> None:
+    """Options of what decodes forced tokens."""
+    parser.add_argument(
+        "--methods",
+        default="oracle,locks,locks:off,locks:qmu,locks:flat",
+        metavar="SELECTOR[:TAIL],...",
+        help="locks, oracle, page-mean, min-max, random, window, heavy-hitter; with a tail correction (default %(default)s)",
+    )
+    parser.add_argument(
+        "--budgets",
+        type=_budgets,
+        default=[256, 512, 1024, 2048],
+        metavar="TOKENS,...",
+        help="tokens that a KV head may read (default: 256,512,1024,2048)",
+    )
+    parser.add_argument(
+        "--positions",
+        type=whole(1, 65536),
+        default=1000,
+        metavar="N",
+        help="last tokens of the text that are forced (%(default)s)",
+    )
+    parser.add_argument("--rows", type=whole(1, 64), default=8, metavar="N", help="that are decoded together (%(default)s)")
+    parser.add_argument(
+        "--answer",
+        type=whole(0, 65536),
+        default=0,
+        metavar="N",
+        help="force the model's own greedy answers of N tokens instead, "
+        "to as many prompts, into which the text is cut, as there are rows",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16", "auto"),
+        help="of model and cache; float32 keeps rounding out of the comparison (default %(default)s)",
+    )
 
 
 def _layer_step(value: str) -> int:

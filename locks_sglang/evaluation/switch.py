@@ -37,5 +37,6 @@ def switch(
         raise SwitchError(str(error)) from None
     if not done:
         raise SwitchError(
-            f"{url} did not switch to {selector}; its log says why: start it with --locks-evaluation on, switch while it is idle"
+            f"{url} did not switch to {selector}; its log says why: start it with --locks-evaluation on, and switch it "
+            "while it is idle"
         )
