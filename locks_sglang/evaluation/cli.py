@@ -3,14 +3,16 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..benchmarks.kernels import whole
-from ..config import ConfigError
+from ..config import TAIL_CORRECTIONS, ConfigError
 from ..models import ModelError
 
 DEFAULT_MAP = Path("attention_map.json")
+RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
+SELECTORS = ("dense", "locks", "oracle", "page-mean", "min-max", "random", "window", "heavy-hitter")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,20 +41,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_agreement = commands.add_parser("agreement", help=text, description=f"Measure the {text}, by method and budget.")
     _add_run_options(of_agreement)
     _add_agreement_options(of_agreement)
+    text = "six RULER tasks through a running server, with dense attention and with selections of pages"
+    of_ruler = commands.add_parser("ruler", help=text, description=f"Ask {text}; exit code 1 where quality is missed.")
+    _add_server_options(of_ruler)
+    _add_ruler_options(of_ruler)
+    for name, sets in (("longbench", "LongBench-v1"), ("math", "MATH-500 and AIME")):
+        text = f"{sets} through a running server, by lm-eval or from a local file of the same form"
+        of_public = commands.add_parser(name, help=text, description=f"Ask {text}.")
+        _add_server_options(of_public)
+        _add_public_options(of_public, name)
     arguments = sys.argv[1:] if argv is None else list(argv)
     given = parser.parse_args(arguments)
+    if given.evaluation == "ruler" and given.resume and given.json is None:
+        of_ruler.error("--resume needs --json FILE, the file of the run that was cut off")
     given.command = shlex.join(["locks-sglang", "eval", *arguments])
 
-    # Imported only now, so that --help needs neither torch nor SGLang.
-    from . import agreement, attention_map, mass
-    from .capture import CaptureError
-    from .text import TextError
-
+    run, refusals = _evaluation(given.evaluation)
     try:
-        return {"mass": mass, "map": attention_map, "agreement": agreement}[given.evaluation].run(given)
-    except (ConfigError, ModelError, TextError, CaptureError) as error:
+        return run(given)
+    except refusals as error:
         print(f"locks-sglang eval {given.evaluation}: {error}", file=sys.stderr)
         return 2
+
+
+def _evaluation(name: str) -> tuple[Callable[[argparse.Namespace], int], tuple[type[Exception], ...]]:
+    """What runs an evaluation, and the errors with which it says that it could not run."""
+    # Imported only now, so that --help needs neither torch nor SGLang, and those that ask a server need no SGLang.
+    from .text import TextError
+
+    if name in ("mass", "map", "agreement"):
+        from . import agreement, attention_map, mass
+        from .capture import CaptureError
+
+        served = {"mass": mass.run, "map": attention_map.run, "agreement": agreement.run}
+        return served[name], (ConfigError, ModelError, TextError, CaptureError)
+    from .client import ClientError
+    from .public import PublicError
+
+    if name == "ruler":
+        from . import ruler
+        from .ruler_tasks import TaskError
+
+        return ruler.run, (ConfigError, TextError, ClientError, TaskError)
+    from . import longbench, math_problems
+
+    return (longbench.run if name == "longbench" else math_problems.run), (ClientError, PublicError)
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +164,119 @@ def _add_agreement_options(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16", "auto"),
         help="of model and cache; float32 keeps rounding out of the comparison (default %(default)s)",
     )
+
+
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every evaluation that asks a running server."""
+    parser.add_argument("url", metavar="URL", help="address of the server, e.g. http://127.0.0.1:30000")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="of the model, where the server's own path does not lead to it here"
+    )
+    parser.add_argument("--concurrency", type=whole(1, 1024), default=64, metavar="N", help="requests at a time (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything drawn by lot (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, with all that led to them")
+
+
+def _add_ruler_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the RULER tasks. The server is switched between settings, so it must be one for evaluation."""
+    parser.epilog = (
+        "The server must have been started with --attention-backend locks --locks-evaluation on --locks-min-context-tokens 0, "
+        "and on a GPU with --disable-cuda-graph, and must have no other client meanwhile."
+    )
+    parser.add_argument(
+        "--tasks",
+        type=_names(RULER_TASKS),
+        default=list(RULER_TASKS),
+        metavar="NAME,...",
+        help=f"{','.join(RULER_TASKS)} (all)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=[4096, 8192],
+        metavar="TOKENS,...",
+        help="of prompt and answer together (default: 4096,8192)",
+    )
+    parser.add_argument(
+        "--samples", type=whole(1, 100_000), default=100, metavar="N", help="of a task and length (%(default)s)"
+    )
+    parser.add_argument(
+        "--budgets", type=_budgets, default=[512, 2048], metavar="TOKENS,...", help="of every selector (default: 512,2048)"
+    )
+    parser.add_argument(
+        "--selectors",
+        type=_selectors,
+        default=[("dense", None), ("locks", None), ("oracle", None)],
+        metavar="NAME,...",
+        help=f"beside dense, which is always asked: {','.join(SELECTORS[1:])}; /off, /qmu or /flat behind a name is a tail "
+        "correction (default: locks,oracle)",
+    )
+    parser.add_argument(
+        "--text",
+        default="prose",
+        metavar="TEXT",
+        help="that keys and listed words are from: prose, code or a UTF-8 file (default %(default)s)",
+    )
+    parser.add_argument(
+        "--order-seed", type=int, metavar="N", help="draw the order of settings and questions (default: as listed)"
+    )
+    parser.add_argument("--time-limit", type=whole(1, 10**6), metavar="SECONDS", help="ask nothing more after this time")
+    parser.add_argument("--resume", action="store_true", help="go on where the run that wrote --json FILE was cut off")
+
+
+def _add_public_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Options of public sets."""
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="JSON lines of the set's form, asked and scored here, without lm-eval"
+    )
+    parser.add_argument(
+        "--samples", type=whole(1, 100_000), metavar="N", help="only the first N (of every task, or of the file)"
+    )
+    parser.add_argument("--thinking", action="store_true", help="let a model that can think do so before it answers")
+    parser.add_argument("--lm-eval", default="lm_eval", metavar="COMMAND", help="lm-eval's command (%(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build") / f"eval-{name}",
+        metavar="FOLDER",
+        help="for lm-eval's own files (%(default)s)",
+    )
+    text = "most of an answer (default: as the task says)" if name == "longbench" else "most of an answer (%(default)s)"
+    default = None if name == "longbench" else 4096
+    parser.add_argument("--new-tokens", type=whole(1, 1 << 20), default=default, metavar="N", help=text)
+
+
+def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Type of an argument: some of the known names, each once."""
+
+    def parse(value: str) -> list[str]:
+        names = value.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown or len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"{value!r} is not a list of some of {','.join(known)}, each once")
+        return names
+
+    return parse
+
+
+def _selectors(value: str) -> list[tuple[str, str | None]]:
+    """Selectors, each alone or with a tail correction behind a slash."""
+    found: list[tuple[str, str | None]] = []
+    for name in value.split(","):
+        selector, slash, tail = name.partition("/")
+        if selector not in SELECTORS or (slash and (tail not in TAIL_CORRECTIONS or selector == "dense")):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is none of {','.join(SELECTORS)}, nor one but dense with /{', /'.join(TAIL_CORRECTIONS)} behind it"
+            )
+        found.append((selector, tail or None))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{value!r} names one twice")
+    return found
+
+
+def _lengths(value: str) -> list[int]:
+    """Ascending lengths from comma-separated numbers."""
+    return sorted({whole(64, 1 << 22)(part) for part in value.split(",")})
 
 
 def _layer_step(value: str) -> int:
