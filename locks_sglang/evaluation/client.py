@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import requests
 
 from .. import __version__
+from ..admin import AdminError, call
 from ..benchmarks.kernels import commit
 
 KEY = "none"
@@ -223,11 +223,9 @@ class Server:
 
     def _get(self, path: str) -> Mapping[str, Any]:
         try:
-            answer = requests.get(self.url + path, timeout=INFO_S)
-            answer.raise_for_status()
-            return dict(answer.json())
-        except (requests.RequestException, ValueError) as error:
-            raise ClientError(f"{self.url}{path} gave no answer: {error}") from None
+            return dict(call(self.url + path, INFO_S))
+        except AdminError as error:
+            raise ClientError(str(error)) from None
 
 
 def gather(

@@ -251,6 +251,9 @@ def verdicts(comparisons: Sequence[Comparison], told: Told, unanswered: int) -> 
             found.append(Verdict(None, f"{sentence}, with {FEWEST_SAMPLES} samples a task, not {one.samples}"))
         else:
             found.append(Verdict(one.difference.low >= lowest, sentence))
+    if not any(one.setting.selector == LOCKS and one.setting.budget in LOWEST_BOUND for one in comparisons):
+        budgets = " and ".join(map(str, LOWEST_BOUND))
+        found.append(Verdict(None, f"quality is required of {LOCKS} at budgets of {budgets} tokens, and neither was asked for"))
     for name, counted in told.items():
         rows = sum(counted["dense_rows"].values())
         if rows and name != DENSE:
@@ -371,8 +374,11 @@ def _record(told: dict[str, Any], setting: Setting, before: Mapping[str, Any], a
     """Add what the server counted during one group's answers.
 
     Raises:
-        ClientError: a setting that selects pages made no sparse step, or dense made one; or pages had no summary.
+        ClientError: the server decoded with another setting, or pages had no summary.
     """
+    decoded = Setting(after["selector"], None if setting.budget is None else after["config"]["budget_tokens"], setting.tail)
+    if decoded != setting:
+        raise ClientError(f"the server was switched to {setting.name} and decoded with {decoded.name}")
     old, new = before["counters"], after["counters"]
     sparse = new["sparse_rows"] - old["sparse_rows"]
     if (sparse > 0) is (setting.selector == DENSE):
@@ -508,7 +514,7 @@ def run(given: argparse.Namespace) -> int:
     print(f"Points, and paired differences from dense with their {LEVEL:.0%} intervals, by bootstrap over samples.\n")
     print(format_table(cells, comparisons, settings, given.seed))
     words_of = {True: "MET", False: "MISSED", None: "NOT JUDGED"}
-    print("\n".join(f"{words_of[verdict.met]:<12}{verdict.sentence}" for verdict in found) or "nothing to judge")
+    print("\n".join(f"{words_of[verdict.met]:<12}{verdict.sentence}" for verdict in found))
     return 0 if all(verdict.met for verdict in found) else 1
 
 
