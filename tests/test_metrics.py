@@ -98,7 +98,8 @@ def test_counters_are_published_as_they_stand() -> None:
     site.counters.dense_rows.update(short=4, mixed=1)
     for layer in range(LAYERS):
         site.counters.built[layer] += 7
-    site.counters.reused, site.counters.rebuilt, site.counters.audits, site.counters.mismatched = 11, 2, 3, 1
+    site.counters.reused, site.counters.rebuilt, site.counters.mismatched = 11, 2, 1
+    site.counters.audits, site.counters.idle_audits = 3, 5
     assert site.told("pages_held_total") == 3  # SGLang's logging interval is when they are told
     exporter.publish()
     exporter.publish()
@@ -106,7 +107,7 @@ def test_counters_are_published_as_they_stand() -> None:
         **{"decode_steps_total": 3, "sparse_rows_total": 4, "pages_held_total": 233, "pages_read_total": 99},
         **{"kv_bytes_saved_total": (233 - 99) * KV_PAGE, "summary_bytes_read_total": (2 + 99 + 128) * SUMMARY_PAGE},
         **{"summaries_built_total": 7, "summaries_reused_total": 11, "summaries_rebuilt_total": 2},
-        **{"summaries_invalid_total": 0, "audits_total": 3, "summaries_mismatched_total": 1},
+        **{"summaries_invalid_total": 0, "audits_total": 3, "idle_audits_total": 5, "summaries_mismatched_total": 1},
     }
     assert {name: site.told(name) for name in expected} == expected
     assert site.told("dense_rows_total", reason="short") == 4
