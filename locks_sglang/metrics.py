@@ -153,8 +153,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         "idle_audits_total",
-        "Audits at idle (idle_audit_ms) of this rank that came to their end: times that all stored summaries were compared with "
-        "fresh ones without a request.",
+        "Audits at idle (idle_audit_ms) of this rank that came to their end: times that all stored summaries were compared "
+        "with fresh ones without a request.",
         lambda r: r.counters.idle_audits,
     ),
     Metric(
