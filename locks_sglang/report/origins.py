@@ -59,7 +59,7 @@ def _gaps(case: views.Case) -> list[Markup]:
     dense = {rows[0].get("backend") for rows in case.series.values()}
     lacking = [name for name in GPU_BACKENDS if name not in dense]
     if lacking:
-        items.append(tag("li", f"{case.model} with the dense backends {' and '.join(lacking)}."))
+        items.append(tag("li", f"{case.model} with the dense backend{'s' * (len(lacking) > 1)} {' and '.join(lacking)}."))
     return items
 
 
