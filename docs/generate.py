@@ -7,9 +7,10 @@ from pathlib import Path
 from locks_sglang import metrics
 from locks_sglang.benchmarks.decode import DENSE_VARIANT, MODELS, Shape, models, shape_of
 from locks_sglang.config import LocksConfig, flag_name, variable_name
+from locks_sglang.counters import TOLD
 from locks_sglang.kernels.build_page_summaries import RecordLayout
 from locks_sglang.kernels.common import PAGE_SIZE
-from locks_sglang.report.data import Row, read
+from locks_sglang.report.data import KINDS, Kind, Row, read
 from locks_sglang.report.views import NONE, cases
 from locks_sglang.seams import all_seams
 from locks_sglang.support import CPU_VERIFIED, FEATURES, GPU_VERIFIED, markdown_matrix
@@ -161,6 +162,21 @@ def kernel_table() -> str:
     )
 
 
+def kinds_table() -> str:
+    """What the report draws, and which command makes it."""
+    return "\n".join(["| results | made by |", "|---|---|", *(f"| {kind.what} | {made_by(kind)} |" for kind in KINDS.values())])
+
+
+def made_by(kind: Kind) -> str:
+    """A command as code, words as they are."""
+    return f"`{kind.made_by}`" if kind.made_by.startswith("locks-sglang ") else kind.made_by
+
+
+def counter_table() -> str:
+    """What a running server counts."""
+    return "\n".join(["| counter | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in TOLD.items())])
+
+
 def seam_table() -> str:
     """Where SGLang is entered."""
     rows = ["| target, under `sglang.srt` | how | SGLang | device | what it changes |", "|---|---|---|---|---|"]
@@ -208,9 +224,10 @@ SECTIONS = {
     },
     DOCS / "configuration.md": {"settings": settings_table},
     DOCS / "support.md": {"versions": version_line, "matrix": markdown_matrix},
-    DOCS / "serving.md": {"gpu-line": gpu_line, "memory": memory_table},
+    DOCS / "serving.md": {"gpu-line": gpu_line, "counters": counter_table, "memory": memory_table},
     DOCS / "quality.md": {"measured": mass_table},
     DOCS / "speed.md": {"decode": decode_tables, "kernels": kernel_table},
+    DOCS / "report.md": {"kinds": kinds_table},
     DOCS / "metrics.md": {"metrics": metrics.markdown_table},
     DOCS / "architecture.md": {"seams": seam_table},
 }

@@ -1,11 +1,19 @@
-"""Offline generation with `sgl.Engine`: python examples/offline_engine.py MODEL [cuda|cpu]"""
+"""Offline batch with `sgl.Engine` over one long document: python examples/offline_engine.py MODEL FILE [cuda|cpu]
+
+The document is longer than the budget, so decode is sparse: a step reads fewer pages than the requests hold. The first question
+is asked alone and leaves the document's pages and summaries in the cache; the batch of the others builds none for it again.
+"""
 
 import json
 import sys
+from pathlib import Path
+
+QUESTIONS = ("What is this text about?", "Which numbers does it give?", "Whom is it written for?")
+SAMPLING = {"temperature": 0, "max_new_tokens": 12}
 
 
-def main(model: str, device: str) -> None:
-    """Generate from one prompt and print what the backend counted."""
+def main(model: str, document: str, device: str) -> None:
+    """Ask every question, and print the answers and what the backend counted."""
     import locks_sglang
 
     # sgl.Engine has no command line: settings come from LOCKS_* variables or from here, before it starts.
@@ -22,12 +30,18 @@ def main(model: str, device: str) -> None:
         log_level="info",
     )
     try:
-        answer = engine.generate("The capital of France is", {"temperature": 0, "max_new_tokens": 12})
+        prompts = [f"{document}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
+        answers = [engine.generate(prompts[0], SAMPLING), *engine.generate(prompts[1:], SAMPLING)]
         state = engine.get_server_info()["internal_states"][0]["locks"]
-        print(json.dumps({"text": answer["text"], "config": state["config"], "counters": state["counters"]}))
+        counters = state["counters"]
+        for question, answer in zip(QUESTIONS, answers, strict=True):
+            told = {name: answer["meta_info"][name] for name in ("prompt_tokens", "cached_tokens", "completion_tokens")}
+            print(json.dumps({"question": question, "answer": answer["text"], **told}))
+        share = f"{counters['pages_read'] / counters['pages_held']:.0%} of the pages that the requests held were read"
+        print(json.dumps({"said": share, "config": state["config"], "counters": counters}))
     finally:
         engine.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cuda")
+    main(sys.argv[1], Path(sys.argv[2]).read_text(), sys.argv[3] if len(sys.argv) > 3 else "cuda")

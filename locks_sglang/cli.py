@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": (".benchmarks.cli", "time every kernel, whole models' decode, or the real server"),
     "report": (".report.cli", "draw one HTML page from results: speed, quality, memory, where a request looked"),
     "audit": (".audit", "have a running server check its summaries against their pages"),
+    "state": (".state", "print the settings and counters of a running server"),
     "run": (".run", "run a module, e.g. sglang.benchmark.one_batch, with SGLang's plugins loaded"),
 }
 DEMO_PACKAGES = ("openai", "rich", "tokenizers")

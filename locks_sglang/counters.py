@@ -10,6 +10,22 @@ import torch
 DENSE_REASONS = ("short", "mixed")
 """Why a decode row ran dense: below `min_context_tokens`, or part of a mixed batch."""
 
+TOLD = {
+    "decode_steps": "decode steps of any kind",
+    "sparse_rows": "decode rows, a request in a step each, that read selected pages",
+    "dense_rows": "decode rows that ran dense, by reason: `short` (below `min_context_tokens`), `mixed` (beside a prefill)",
+    "pages_held": "pages that the requests of sparse rows had, summed over rows",
+    "pages_read": "pages of those that each KV head read; as many as `pages_held` where every context fits the budget",
+    "summaries_built": "pages summarised because a step filled them, by layer",
+    "summaries_reused": "cached prefix pages that requests started with",
+    "summaries_rebuilt": "pages summarised again: their KV had arrived without a forward pass, or an audit found them wrong",
+    "audits": "audits on request (`locks-sglang audit`)",
+    "idle_audits": "whole audits by a server that had nothing else to do",
+    "summaries_mismatched": "must stay 0: summaries that audits found not to fit their page",
+    "invalid_pages": "must stay 0: how often a layer met a complete page without a summary; such pages are read, not guessed",
+}
+"""What `/server_info` tells, and what it is."""
+
 
 class LateCount:
     """A counter on the device, read without waiting: what one call asks for, a later one finds copied to the host.
@@ -49,7 +65,7 @@ class LateCount:
 
 @dataclass
 class Counters:
-    """Totals since the start.
+    """Totals since the start; `TOLD` says what users see of them.
 
     Attributes:
         decode_steps: decode steps of any kind.
@@ -84,7 +100,7 @@ class Counters:
         return max(self.built.values(), default=0)
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain numbers, for `/server_info`. Waits for the device."""
+        """Plain numbers, for `/server_info`: those of `TOLD`. Waits for the device."""
         return {
             "decode_steps": self.decode_steps,
             "sparse_rows": self.sparse_rows,

@@ -34,6 +34,9 @@ from .support import (
 )
 
 SEAMS_TIMEOUT_S = 300
+CPU_FLAGS = "--device cpu --dtype float32 --max-total-tokens N"
+"""What a start without a GPU needs: SGLang's CPU engine, a type that any processor computes in, and a limit for the cache,
+which takes most of the memory otherwise."""
 _MARK = "locks-sglang doctor: "
 _INSTALL = "pip install --force-reinstall --no-deps locks-sglang"
 _REPAIR = "repair what this names; reinstalling SGLang restores the packages that it pins"
@@ -250,7 +253,7 @@ def _verdict(report: dict[str, Any]) -> str:
     if problems:
         return f"not ready: {len(problems)} problem{'s' if len(problems) > 1 else ''} above, each with its fix"
     sglang, gpus = report["sglang"], report["gpus"]
-    where = f"on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}" if gpus else "on CPU (no GPU found)"
+    where = f"on {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}" if gpus else f"on CPU (no GPU found) with {CPU_FLAGS}"
     if gpus and not _kernels_run(gpus):
         where += " with --cuda-graph-backend-decode disabled, on the torch reference"
     return f"ready: --attention-backend locks on SGLang {sglang['version']} ({sglang['level']}) {where}"

@@ -152,6 +152,12 @@ METRICS: tuple[Metric, ...] = (
         lambda r: r.counters.audits,
     ),
     Metric(
+        "idle_audits_total",
+        "Audits at idle (idle_audit_ms) of this rank that came to their end: times that all stored summaries were compared "
+        "with fresh ones without a request.",
+        lambda r: r.counters.idle_audits,
+    ),
+    Metric(
         "summaries_mismatched_total",
         "Summaries (a layer and a page) that audits found not to fit their page, over all tensor-parallel ranks; must stay 0.",
         lambda r: r.counters.mismatched,

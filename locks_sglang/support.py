@@ -111,6 +111,11 @@ def _full_prefill_graph(view: Any) -> str:
     return "prefill graph: full" if config is not None and config.prefill.backend == "full" else ""
 
 
+def _transformers_asked(view: Any) -> str:
+    implementation = str(getattr(view.model_impl, "value", view.model_impl))
+    return f"model_impl={implementation}" if implementation == "transformers" else ""
+
+
 def _quantized_kv(view: Any) -> str:
     dtype = view.kv_cache_dtype
     return "" if dtype in ("auto", "bfloat16", "bf16") else f"kv_cache_dtype={dtype}"
@@ -199,6 +204,12 @@ def attention_layers(runner: Any) -> list[Any]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+
+
+def _transformers_form(runner: Any) -> str:
+    """SGLang's form of a model of transformers: its attention layers are entries of a dict, not modules of the model."""
+    held = getattr(runner.model, "attention_instances", None)
+    return type(runner.model).__name__ if isinstance(held, dict) else ""
 
 
 def _without_attention(runner: Any) -> str:
@@ -419,7 +430,7 @@ FEATURES: tuple[Feature, ...] = (
         "refused",
         _ARGUMENTS,
         "how the kernels cut their work follows the batch, and the last bits of an answer with it",
-        "Drop --enable-deterministic-inference",
+        "Drop --enable-deterministic-inference, and --rl-on-policy-target, which switches it on",
         arguments=_given("enable_deterministic_inference"),
     ),
     Feature(
@@ -481,6 +492,15 @@ FEATURES: tuple[Feature, ...] = (
         "summaries are computed from SGLang's token-major MHA pool",
         "Unset SGLANG_USE_HND_KVCACHE and SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
         model=_other_pool,
+    ),
+    Feature(
+        "a model that SGLang takes from transformers",
+        "refused",
+        _ARGUMENTS,
+        "its attention layers are not where the start looks for what it must refuse",
+        "Leave --model-impl out, and serve a model that SGLang has an implementation of its own for",
+        arguments=_transformers_asked,
+        model=_transformers_form,
     ),
     Feature(
         "layers without attention",

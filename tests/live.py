@@ -62,6 +62,21 @@ def counters(url: str) -> dict[str, Any]:
     return dict(state["locks"]["counters"]) if "locks" in state else {}
 
 
+def audited_at_idle(url: str, more_than: int, timeout_s: float = 120.0) -> dict[str, Any]:
+    """The counters of a server that has nothing to do, once it has audited itself at idle more often than this.
+
+    Raises:
+        TimeoutError: it has not in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = counters(url)
+        if found["idle_audits"] > more_than:
+            return found
+        time.sleep(0.2)
+    raise TimeoutError("the idle server did not audit itself")
+
+
 Series = dict[str, list[tuple[dict[str, str], float]]]
 """What `/metrics` tells: labels and value of every series, by metric."""
 

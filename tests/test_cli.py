@@ -38,7 +38,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"locks-sglang {__version__}"
 
 
-@pytest.mark.parametrize("command", ["audit", "bench", "doctor", "report", "run"])
+@pytest.mark.parametrize("command", ["audit", "bench", "doctor", "report", "run", "state"])
 def test_options_after_a_command_are_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -46,12 +46,14 @@ def test_options_after_a_command_are_its_own(command: str, capsys: pytest.Captur
     assert capsys.readouterr().out.startswith(f"usage: locks-sglang {command}")
 
 
-def test_audit_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_and_state_need_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         assert main(["audit", url]) == 2
     assert f"{url}/server_info gave no answer" in capsys.readouterr().err
+    assert main(["state", url]) == 2
+    assert f"locks-sglang state: {url}/server_info gave no answer" in capsys.readouterr().err
     assert main(["audit", "127.0.0.1:30000"]) == 2
     assert "127.0.0.1:30000/server_info is no address of a server: it begins with http://" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:

@@ -1,6 +1,7 @@
 """Exact decode over listed pages, the tail correction, and the whole decode step against fp64."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -606,6 +607,14 @@ SELECTED: dict[str, Any] = {
     "counts": torch.ones(2, dtype=torch.int32),
 }
 WHOLE: dict[str, Any] = {"s": build_page_summaries(*KV.pages, 4), "config": LocksConfig(rank=4)}
+
+
+def on_meta(s: PageSummaries) -> PageSummaries:
+    """The same on a device that nothing else is on."""
+    tensors = {name: each.to("meta") for name, each in vars(s).items() if isinstance(each, torch.Tensor)}
+    return replace(s, **tensors)
+
+
 OPERATIONS = {
     "sparse_decode": lambda **given: sparse_decode(**(GIVEN | SELECTED | given)),
     "dense_decode": lambda **given: dense_decode(**(GIVEN | given)),
@@ -624,13 +633,18 @@ SHARED = [
     ({"seq_lens": KV.seq_lens[:1]}, r"seq_lens must be int32 or int64 \[B=2\], got torch.int32 \[1\]"),
     ({"seq_lens": KV.seq_lens.float()}, r"seq_lens must be int32 or int64 .*got torch.float32"),
     ({"seq_lens": KV.seq_lens.to("meta")}, r"page_table is on cpu but seq_lens on meta; move them to one device"),
-    ({"q": GIVEN["q"].to("meta")}, r"q, k_cache and page_table must share a device, got meta, cpu, cpu"),
+    ({"q": GIVEN["q"].to("meta")}, r"q, k_cache.* and page_table must share a device, got meta(, cpu)+$"),
+    ({"k_cache": KV.k_cache.to("meta")}, r"q, k_cache.* and page_table must share a device, got cpu, meta(, cpu)+$"),
     ({"logit_cap": -0.5}, r"logit_cap must be 0 \(off\) or positive, got -0.5"),
 ]
 VALUES = [
     ({"v_cache": KV.v_cache[0]}, r"v_cache must be a float \[slots, H, Dv\] like k_cache .*got torch.float32 \[2, 32\]"),
     ({"v_cache": KV.v_cache[:-1]}, r"v_cache must be a float \[slots, H, Dv\] like k_cache \[\d+, 2, 64\], got"),
     ({"v_cache": KV.v_cache.nan_to_num().int()}, r"v_cache must be a float .*got torch.int32"),
+    (
+        {"v_cache": KV.v_cache.to("meta")},
+        r"q, k_cache, v_cache and page_table must share a device, got cpu, cpu, meta, cpu",
+    ),
 ]
 OWN = [
     ("sparse_decode", {"pages": SELECTED["pages"][0]}, r"pages must be int32 \[B=2, H=2, S\], got torch.int32 \[2, 3\]"),
@@ -638,6 +652,17 @@ OWN = [
     ("sparse_decode", {"pages": SELECTED["pages"].long()}, r"pages must be int32 .*got torch.int64"),
     ("sparse_decode", {"counts": SELECTED["counts"][:1]}, r"counts must be int32 or int64 \[B=2\], got torch.int32 \[1\]"),
     ("sparse_decode", {"counts": SELECTED["counts"].float()}, r"counts must be int32 or int64 .*got torch.float32"),
+    (
+        "sparse_decode",
+        {"pages": SELECTED["pages"].to("meta")},
+        r"q, pages and counts must share a device, got cpu, meta, cpu",
+    ),
+    (
+        "sparse_decode",
+        {"counts": SELECTED["counts"].to("meta")},
+        r"q, pages and counts must share a device, got cpu, cpu, meta",
+    ),
+    ("locks_decode", {"s": on_meta(WHOLE["s"])}, r"q and the summaries must share a device, got cpu, meta"),
     (
         "locks_decode",
         {"s": build_page_summaries(torch.zeros(7, PAGE, 1, 64), torch.zeros(7, PAGE, 1, 32), 4)},

@@ -1,6 +1,7 @@
 """`locks-sglang doctor` in sound and in broken installations: it always prints, and names the fix for every problem."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import the_command
 from starts import SGLANG, clean_environment, fake_sglang, run_all
 
 from locks_sglang import LocksConfig, __version__, doctor
@@ -223,6 +225,16 @@ def test_a_gpu_without_kernels_is_told(line: str, runs: bool) -> None:
     sglang = {"version": "0.5.23", "level": "CPU-verified"}
     verdict = doctor._verdict({"problems": [], "sglang": sglang, "gpus": [line]})
     assert ("--cuda-graph-backend-decode disabled" in verdict) == (not runs)
+
+
+def test_a_start_without_a_gpu_is_told_its_flags() -> None:
+    """The same as in the serving guide, whose line a test starts."""
+    sglang = {"version": "0.5.23", "level": "CPU-verified"}
+    verdict = doctor._verdict({"problems": [], "sglang": sglang, "gpus": []})
+    flags = re.findall(r"--[\w-]+(?: [a-z]\w*)?", verdict.partition("(no GPU found) with ")[2])
+    assert flags == ["--device cpu", "--dtype float32", "--max-total-tokens"]
+    guide = the_command("python -m sglang.launch_server --model-path build/models/smollm2")
+    assert all(f" {flag} " in guide for flag in flags)
 
 
 def test_gpus_are_listed(bare: Callable[[dict[str, str]], Run], tmp_path: Path) -> None:

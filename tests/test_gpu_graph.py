@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from truth import generator
 
@@ -48,7 +50,9 @@ class Pool:
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         return self.values[layer_id]
 
-    def set_kv_buffer(self, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def set_kv_buffer(self, layer: Any, slots: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        """`slots` as SGLang's pool takes them: a tensor or, from SGLang's own backends, a `KVWriteLoc`."""
+        slots = slots.loc if isinstance(slots, KVWriteLoc) else slots
         self.keys[layer.layer_id].index_copy_(0, slots, k)
         self.values[layer.layer_id].index_copy_(0, slots, v)
 
@@ -73,7 +77,7 @@ class Rig:
         )
         if attend == "flashinfer":
             patch.setattr("locks_sglang.backend.FLASHINFER_ROWS", 0)
-        self.backend = LocksAttnBackend(runner, LocksConfig(budget_tokens=budget_tokens), None)  # type: ignore[arg-type]
+        self.backend = LocksAttnBackend(runner, LocksConfig(budget_tokens=budget_tokens), TorchNativeAttnBackend(runner))
         assert self.backend.attend_path.name == "flashinfer"
         if attend == "triton":
             self.backend.attend_path, self.backend._flashinfer = AttendPath("triton", "asked for by the test"), None
@@ -114,6 +118,36 @@ class Rig:
             self.backend.forward(self.q[i, :size], self.k[i, :size], self.v[i, :size], layer, batch)
             for i, layer in enumerate(self.layers)
         ]
+
+    def prefill(self, request: int, prefix: int, total: int, gen: torch.Generator) -> torch.Tensor:
+        """Compute tokens [prefix, total) of a request, with new random keys and values; the physical pages int64 [n] that it
+        fills."""
+        tokens = total - prefix
+        q = torch.randn(LAYERS, tokens, HEADS * GROUP * DIM, generator=gen).to(DEVICE, torch.bfloat16)
+        k, v = torch.randn(2, LAYERS, tokens, HEADS, DIM, generator=gen).to(DEVICE, torch.bfloat16)
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            req_pool_indices=torch.tensor([request], device=DEVICE),
+            seq_lens=torch.tensor([total], device=DEVICE),
+            seq_lens_cpu=torch.tensor([total]),
+            out_cache_loc=self.table[request, prefix:total].long(),
+            extend_prefix_lens=torch.tensor([prefix], device=DEVICE),
+            extend_seq_lens=torch.tensor([tokens], device=DEVICE),
+            extend_prefix_lens_cpu=[prefix],
+            extend_seq_lens_cpu=[tokens],
+            encoder_lens=None,
+            rids=[f"prefill {request}"],
+        )
+        self.backend.init_forward_metadata(batch)
+        for i, layer in enumerate(self.layers):
+            out = self.backend.forward(q[i], k[i], v[i], layer, batch)
+            assert torch.isfinite(out).all()
+        return self.page(request, torch.arange(prefix // PAGE_SIZE, total // PAGE_SIZE))
+
+    def page(self, request: int, logical: torch.Tensor) -> torch.Tensor:
+        """Physical pages of logical ones int64 [n] of a request."""
+        return self.table[request, (logical * PAGE_SIZE).to(DEVICE)].long() // PAGE_SIZE
 
     def capture(self) -> None:
         """As SGLang captures: largest first, two warm-ups each, one memory pool."""
@@ -198,7 +232,8 @@ def test_table_may_change_after_the_plan(rig: Rig) -> None:
 
 
 def test_thousand_replays(rig: Rig) -> None:
-    """Mixed with eager steps and `empty_cache`: the same addresses and bits, and a step allocates nothing."""
+    """Mixed with prefills, eager steps and `empty_cache`: the same addresses and bits, and a step allocates nothing."""
+    gen, summaries, built = generator(22), rig.backend.summaries, rig.backend.counters.built
     buffers, flash = rig.backend._graph_buffers, rig.backend._flashinfer
     assert buffers is not None
     tensors = [*vars(buffers).values(), *([flash.indices, flash.last_page_lens] if flash is not None else [])]
@@ -219,6 +254,15 @@ def test_thousand_replays(rig: Rig) -> None:
             rig.forward(eager, 3)
             del eager
             torch.cuda.empty_cache()
+        if i % 50 == 25:
+            # Another prompt in two chunks, into the pages of a request that no step here decodes: whole ones and one begun.
+            for prefix, total in ((0, 700), (700, 1300 + i)):
+                before_it = built[0]
+                filled = rig.prefill(15, prefix, total, gen)
+                assert built[0] - before_it == len(filled) == total // PAGE_SIZE - prefix // PAGE_SIZE
+                assert summaries.verify(filled) == []
+                begun = rig.page(15, torch.tensor([total // PAGE_SIZE]))
+                assert not summaries.valid[:, begun].any()
     assert [x.data_ptr() for x in tensors] == pointers
 
 

@@ -1,9 +1,10 @@
-"""Every Triton kernel compiled for an H200 without one, as its launcher asks for it: registers are printed, spills fail."""
+"""Every Triton kernel compiled for an H200 without one, as its launcher asks for it: a table of registers and spills is
+printed, spills fail."""
 
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int32: "*i32",
@@ -117,13 +120,23 @@ def launch_build(dim: int, rank: int, dtype: torch.dtype, layers: tuple[int, ...
 
 
 def launch_step(
-    dim: int, rank: int, group: int, dtype: torch.dtype, tail: str, combine: str, cap: float, batch: int = 8, heads: int = 8
+    dim: int,
+    rank: int,
+    group: int,
+    dtype: torch.dtype,
+    tail: str,
+    combine: str,
+    cap: float,
+    batch: int = 8,
+    heads: int = 8,
+    cache_dtype: torch.dtype | None = None,
 ) -> None:
-    """Scan, select, attend and merge."""
+    """Scan, select, attend and merge; the cache is of the queries' dtype unless another is given."""
     layout = RecordLayout(dim, dim, rank)
     packed = layout.empty(2, heads, device="cpu")
     s = PageSummaries(layout, torch.ones(2, dtype=torch.bool), torch.zeros(heads, dim), *packed)
-    q, cache = torch.zeros(batch, heads * group, dim, dtype=dtype), torch.zeros(32, heads, dim, dtype=dtype)
+    q = torch.zeros(batch, heads * group, dim, dtype=dtype)
+    cache = torch.zeros(32, heads, dim, dtype=cache_dtype or dtype)
     table, held = torch.zeros(batch, 160, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
     scores = scan.scan(q, s, table, held, 0.1, seq_lens=held.long(), logit_cap=cap, tail=tail)
     ranked, tailed = select.page_keys(scores.lse, scores, held, 1, 1, heads, combine), tail != "off"
@@ -163,8 +176,22 @@ def launch_merge(dim: int, group: int, tail: str) -> None:
 
 
 VARIANTS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-    **{f"build D={dim} R={rank}": (launch_build, (dim, rank, torch.bfloat16)) for dim, rank in ((64, 8), (128, 8), (256, 15))},
+    **{
+        f"build D={dim} R={rank}": (launch_build, (dim, rank, torch.bfloat16))
+        for dim, rank in ((64, 8), (96, 8), (128, 8), (256, 15))
+    },
+    "build D=128 R=8, fp32": (launch_build, (128, 8, torch.float32)),
     "build of 40 layers": (launch_build, (128, 8, torch.bfloat16, (40,))),
+    "step D=64 G=1, fp32": (launch_step, (64, 8, 1, torch.float32, "qmu", "mass", 0.0)),
+    "step D=64 G=2, fp8 cache (e5m2)": (
+        launch_step,
+        (64, 8, 2, torch.float16, "qmu", "mass", 0.0, 8, 8, torch.float8_e5m2),
+    ),
+    "step D=128 G=6": (launch_step, (128, 8, 6, torch.bfloat16, "qmu", "mass", 0.0)),
+    "step D=128 G=4, fp8 cache (e4m3)": (
+        launch_step,
+        (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0, 8, 8, torch.float8_e4m3fn),
+    ),
     "step D=64 G=3": (launch_step, (64, 8, 3, torch.bfloat16, "qmu", "mass", 0.0)),
     "step D=96 G=7": (launch_step, (96, 4, 7, torch.float16, "off", "peak", 0.0)),
     "step D=128 G=4": (launch_step, (128, 8, 4, torch.bfloat16, "qmu", "mass", 0.0)),
@@ -192,16 +219,31 @@ KERNELS = {
 }
 
 
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, tuple[int, int]]]]:
+    """Registers and spilled bytes by variant and kernel, printed at the end."""
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    yield found
+    wide = max(map(len, VARIANTS))
+    lines = [f"Triton {triton.__version__}, sm_90: registers a thread / bytes spilled"]
+    lines.append(f"{'':{wide}}" + "".join(f"{name.strip('_'):>14}" for name in KERNELS))
+    for variant, kernels in found.items():
+        cells = ("{}/{}".format(*kernels[name]) if name in kernels else "" for name in KERNELS)
+        lines.append(f"{variant:{wide}}" + "".join(f"{cell:>14}" for cell in cells))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("", *lines, sep="\n", file=sys.stderr)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_register_spills(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: dict[str, dict[str, tuple[int, int]]]
 ) -> None:
     recorders = {name: Recorder(getattr(module, name)) for name, module in KERNELS.items()}
     for name, module in KERNELS.items():
         monkeypatch.setattr(module, name, recorders[name])
     launch, arguments = VARIANTS[variant]
     launch(*arguments)
-    found = {}
+    found = table[variant] = {}
     for name, recorder in recorders.items():
         for args, kwargs in recorder.calls:
             made = compiled(recorder.kernel, args, kwargs)
@@ -217,8 +259,6 @@ def test_no_register_spills(
                 # Four for the means of eight pages, then for each of four pairs two times four and two. One more or less and
                 # the compiler has put some behind a condition.
                 assert made.asm["ptx"].count("mma.sync") == 44
-    with capsys.disabled():
-        print(f"\n{variant}: " + ", ".join(f"{name} {registers}" for name, (registers, _) in found.items()), file=sys.stderr)
     tailed = "off" not in arguments
     assert len(found) == {launch_build: 1, launch_select: 2, launch_plan: 1, launch_merge: 3, launch_step: 5 + tailed}[launch]
     assert {name: spilled for name, (_, spilled) in found.items() if spilled} == {}

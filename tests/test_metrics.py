@@ -4,8 +4,10 @@ What a live server tells is compared with ground truth in `test_server.py`.
 """
 
 import functools
+import json
 import logging
 import re
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +100,8 @@ def test_counters_are_published_as_they_stand() -> None:
     site.counters.dense_rows.update(short=4, mixed=1)
     for layer in range(LAYERS):
         site.counters.built[layer] += 7
-    site.counters.reused, site.counters.rebuilt, site.counters.audits, site.counters.mismatched = 11, 2, 3, 1
+    site.counters.reused, site.counters.rebuilt, site.counters.mismatched = 11, 2, 1
+    site.counters.audits, site.counters.idle_audits = 3, 5
     assert site.told("pages_held_total") == 3  # SGLang's logging interval is when they are told
     exporter.publish()
     exporter.publish()
@@ -106,7 +109,7 @@ def test_counters_are_published_as_they_stand() -> None:
         **{"decode_steps_total": 3, "sparse_rows_total": 4, "pages_held_total": 233, "pages_read_total": 99},
         **{"kv_bytes_saved_total": (233 - 99) * KV_PAGE, "summary_bytes_read_total": (2 + 99 + 128) * SUMMARY_PAGE},
         **{"summaries_built_total": 7, "summaries_reused_total": 11, "summaries_rebuilt_total": 2},
-        **{"summaries_invalid_total": 0, "audits_total": 3, "summaries_mismatched_total": 1},
+        **{"summaries_invalid_total": 0, "audits_total": 3, "idle_audits_total": 5, "summaries_mismatched_total": 1},
     }
     assert {name: site.told(name) for name in expected} == expected
     assert site.told("dense_rows_total", reason="short") == 4
@@ -274,6 +277,29 @@ def test_without_metrics_nothing_is_exported() -> None:
     site = Site()
     patch.publish(None, site.reporter(current_scheduler_metrics_enabled=False))
     assert list(site.registry.collect()) == []
+
+
+def test_metrics_take_less_than_half_a_percent_of_a_step() -> None:
+    """Of the shortest decode step in the results, which is one without attention: the host's time from one report to the next,
+    with what counting takes, over the steps between. That of this thread alone, so that a busy machine is no excuse."""
+    site, steps = Site(), 40
+    reporter = site.reporter(decode_log_interval=steps)
+
+    def interval() -> float:
+        begun = time.thread_time()
+        for step in range(steps):
+            site.count(8192, 128)
+            reporter.forward_ct_decode = step
+            patch.report_decode(lambda *args, **kwargs: None, reporter, False)
+        return time.thread_time() - begun
+
+    interval()  # makes the series
+    took = min(interval() for _ in range(50)) / steps
+    results = dashboard.FILE.parents[1] / "benchmarks" / "results" / "decode.jsonl"
+    shortest = min(json.loads(line)["token_ms"]["p50"] for line in results.read_text().splitlines()) / 1000
+    print(f"{1e6 * took:.1f} us a step, {took / shortest:.3%} of {1000 * shortest:.2f} ms")
+    assert site.told("decode_steps_total") > steps
+    assert took < 0.005 * shortest
 
 
 # --- the dashboard ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from starts import Start, clean_environment, model_folder, start_all
 
 from locks_sglang.cli import main
 from locks_sglang.config import LocksConfig, read_file
+from locks_sglang.counters import TOLD
 from locks_sglang.serving import serving
 
 ADDRESS = "http://127.0.0.1:30000"
@@ -27,7 +29,10 @@ LAUNCH = "python -m sglang.launch_server "
 ONE_BATCH = "locks-sglang run sglang.benchmark.one_batch "
 IMAGE = "docker run "
 # Run below or elsewhere: by test_packaging (pip), by CI itself (make), by no one (docker build).
-RUN_HERE = ("curl ", "locks-sglang audit ", "locks-sglang doctor", "python examples/", "python -m locks_sglang.models ")
+RUN_HERE = (
+    *("curl ", "locks-sglang audit ", "locks-sglang doctor", "locks-sglang state ", "locks-sglang report"),
+    *("python examples/", "python -m locks_sglang.models "),
+)
 PARSED = ("locks-sglang bench ", "locks-sglang eval ", LAUNCH, ONE_BATCH, IMAGE)
 ELSEWHERE = ("pip install .", "make ", "docker build ")
 COMMANDS = every_command()
@@ -157,9 +162,10 @@ Run = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def place(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like a clone with the demo's model: pages, examples, and build/models/smollm2."""
+    """A folder that looks like a clone with the demo's model: pages, examples, results, build/models/smollm2, and a map."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("docs", "examples"):
+    shutil.copy(ROOT / "benchmarks" / "results" / "attention_map.json", folder / "map.json")
+    for name in ("benchmarks", "docs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "build" / "models").mkdir(parents=True)
     (folder / "build" / "models" / "smollm2").symlink_to(Path(model_path).resolve())
@@ -202,15 +208,35 @@ def test_model_is_fetched_once(place: Path) -> None:
     assert output(the_command("python -m locks_sglang.models "), place).split() == ["build/models/smollm2"]
 
 
+REPORT = "locks-sglang report benchmarks/results "
+
+
+@pytest.mark.parametrize(("rest", "sources"), [("--out", ["decode.jsonl"]), ("map.json", ["decode.jsonl", "map.json"])])
+def test_report_is_drawn(place: Path, rest: str, sources: list[str]) -> None:
+    assert re.fullmatch(r"report\.html: \d+ KiB, from \d+ rows of results\n", output(the_command(REPORT + rest), place))
+    page = (place / "report.html").read_text()
+    assert all(f"<code>{name}</code>" in page for name in sources)
+    assert "The server now" not in page
+
+
+@pytest.mark.server
+def test_report_asks_a_server(ask: Run, place: Path) -> None:
+    assert ask(the_command(REPORT + "--server")).startswith("report.html: ")
+    assert 'data-at="server:1:config.budget_tokens"' in (place / "report.html").read_text()
+
+
 @pytest.mark.server
 def test_curl_is_answered(ask: Run) -> None:
     answer = json.loads(ask(the_command(f"curl --silent {ADDRESS}/v1/chat/completions")))
     assert answer["choices"][0]["message"]["content"]
-    state = json.loads(ask(the_command(f"curl --silent {ADDRESS}/server_info")))["internal_states"][0]["locks"]
-    table = re.findall(r"^\| `(\w+)`(?: / `(\w+)`)? \|", (ROOT / "docs" / "serving.md").read_text(), re.MULTILINE)
-    named = {name for row in table for name in row if name}
-    assert "invalid_pages" in named
-    assert named <= set(state["counters"])
+
+
+@pytest.mark.server
+def test_state_is_what_the_guide_says(ask: Run) -> None:
+    (state,) = json.loads(ask(the_command("locks-sglang state ")))
+    assert state["config"]["budget_tokens"] == 512
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "serving.md").read_text(), re.MULTILINE)
+    assert table == list(state["counters"]) == list(TOLD)
 
 
 @pytest.mark.server
@@ -269,12 +295,21 @@ def test_engine_serves(place: Path, tmp_path: Path) -> None:
     """`sgl.Engine`, configured by `locks_sglang.configure`."""
     done = finished(shlex.split(the_command("python examples/offline_engine.py")), place, watching(tmp_path))
     assert_registered_once(tmp_path)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"text"')]
-    result = json.loads(line)
-    assert "Paris" in result["text"]
+    *answers, result = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"question"', '{"said"'))]
+    assert len(answers) == 3
+    assert all(answer["answer"].strip() for answer in answers)
     assert result["config"]["rank"] == 4
     assert result["config"]["budget_tokens"] == 512
-    assert result["counters"]["sparse_rows"] >= 11
+    counters = result["counters"]
+    # Every row holds more than twice the budget of 32 pages; a request may have one row too many, by overlap scheduling.
+    surplus = counters["sparse_rows"] - sum(answer["completion_tokens"] - 1 for answer in answers)
+    assert 0 <= surplus <= len(answers)
+    assert counters["pages_read"] == 32 * counters["sparse_rows"]
+    assert counters["pages_held"] > 2 * counters["pages_read"]
+    assert result["said"].startswith(f"{counters['pages_read'] / counters['pages_held']:.0%} of the pages")
+    first, *others = answers
+    assert all(answer["cached_tokens"] > 0.9 * first["prompt_tokens"] for answer in others)
+    assert counters["summaries_reused"] == sum(answer["cached_tokens"] // 16 for answer in answers)
     assert len(re.findall(r"locks config [0-9a-f]{12}: ", done.stdout + done.stderr)) == 1
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from locks_sglang.cli import main
 from locks_sglang.kernels.build_page_summaries import RecordLayout
-from locks_sglang.report import cli, views
+from locks_sglang.report import charts, cli, views
 from locks_sglang.report.data import KINDS, ReportError, Results, Row, read
 from locks_sglang.report.heatmap import DARK, LEVELS, LIGHT, level, picture, ramp
 from locks_sglang.report.page import render
@@ -379,6 +379,38 @@ def test_points_lie_where_their_values_are(rich: Path) -> None:
         assert float(y) == pytest.approx(y0 + (float(value) - v0) * (y1 - y0) / (v1 - v0), abs=0.02)
 
 
+def test_the_lead_says_from_where_on_short_contexts_go_dense(tmp_path: Path) -> None:
+    """Where short contexts lose and long ones do not, and nowhere else; the number is the first context that wins for good."""
+    times = {16384: (8.0, 6.0), 65536: (9.0, 8.0), 131072: (10.0, 11.0), 262144: (11.0, 15.0)}
+    rows = [decode_row(name, at, pair[n]) for at, pair in times.items() for n, name in enumerate(("locks", "fa3"))]
+    page = drawn(lines(tmp_path / "a.jsonl", *rows).parent)
+    assert "Where shorter contexts come too" in page.rest
+    # The last row of two at one context counts.
+    assert ["131072", "131072"] in [told[1:] for told in page.traced if told[0] == "a.jsonl:5:context"]
+    for faster in (16384, 65536):
+        rows += [decode_row("locks", faster, 5.0)]
+    assert "Where shorter contexts come too" not in drawn(lines(tmp_path / "a.jsonl", *rows).parent).rest
+
+
+def test_names_of_lines_lie_apart_and_near_their_ends() -> None:
+    assert charts._apart([20, 60, 100], [15, 30, 15], 225) == [20, 60, 100]
+    assert charts._apart([50, 50, 52], [15, 15, 15], 225) == [35.67, 50.67, 65.67]
+    assert charts._apart([14, 15], [15, 15], 225) == [14, 29]
+    assert charts._apart([210, 210], [30, 15], 225) == [180, 210]
+    places = charts._apart([3, 40, 41, 42, 200, 222], [15, 15, 30, 15, 15, 15], 225)
+    assert places[0] == charts.TOP
+    assert all(low + height <= high + 0.02 for low, high, height in zip(places, places[1:], [15, 15, 30, 15, 15], strict=False))
+
+
+def test_words_of_the_quality_table_are_explained_where_they_are_used(tmp_path: Path) -> None:
+    whole = json.loads((RESULTS / "eval_mass_smollm2_prose.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps(whole))
+    assert "A global sketch describes all keys of a KV head in one basis" in drawn(tmp_path).rest
+    whole["methods"] = [method for method in whole["methods"] if not method["name"].startswith("global")]
+    (tmp_path / "m.json").write_text(json.dumps(whole))
+    assert "global sketch" not in drawn(tmp_path).rest
+
+
 def test_a_map_within_the_budget_reads_all_of_its_pages() -> None:
     settings = {"budget_tokens": 4096, "sink_pages": 1, "recent_pages": 1}
     sums = views.totals(Row("m.json", 0, small_map(settings=settings)))
@@ -520,7 +552,7 @@ def test_other_files_of_a_folder_are_named_and_not_drawn(tmp_path: Path) -> None
     (tmp_path / "other.json").write_text('{"speed": 1}')
     results = read([tmp_path, tmp_path / "a.jsonl"])
     assert (len(results.of("decode")), results.skipped) == (1, ["other.json"])
-    assert "lies beside the results" in Page(render(results)).rest
+    assert "lies beside the results. It holds something else" in Page(render(results)).rest
     with pytest.raises(ReportError, match="of no kind"):
         read([tmp_path / "other.json"])
 
@@ -547,7 +579,15 @@ STATE = {
     "config": {"rank": 8, "budget_tokens": 2048, "combine": "mass"},
     "summary_bytes_per_page": 1728,
     "summary_bytes": 3 << 30,
-    "counters": {"decode_steps": 12, "sparse_rows": 11, "dense_rows": {"short": 3}, "pages_held": 4000, "pages_read": 1000},
+    "counters": {
+        "decode_steps": 12,
+        "sparse_rows": 11,
+        "dense_rows": {"short": 3},
+        "pages_held": 4000,
+        "pages_read": 1000,
+        "summaries_built": {"0": 250, "1": 250},
+        "idle_audits": 6,
+    },
     "audit": None,
 }
 
@@ -582,6 +622,8 @@ def test_a_server_is_asked(server: tuple[str, list[Any]], tmp_path: Path, capsys
     assert told["server:1:counters.pages_read / server:1:counters.pages_held"] == ("0.25", "25.0 %")
     assert told["server:1:summary_bytes"] == (str(3 << 30), "3.00 GiB")
     assert told["server:1:counters.dense_rows.short"] == ("3", "3")
+    assert told["server:1:counters.summaries_built.0"] == ("250", "250")
+    assert told["server:1:counters.idle_audits"] == ("6", "6")
     assert told["server:1:config.combine"] == ("mass", "mass")
     states[:] = [{}]
     assert main(["report", "--server", url, "--out", str(out)]) == 2

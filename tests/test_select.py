@@ -269,6 +269,7 @@ HELD = torch.tensor([4, 3], dtype=torch.int32)
         ({"sink_pages": -1}, r"sink_pages must be 0 or more, got -1"),
         ({"budget_pages": 2}, r"budget_pages must be at least sink \+ recent \+ 1 = 3, got 2; raise the budget"),
         ({"budget_pages": 7, "sink_pages": 3, "recent_pages": 4}, r"at least sink \+ recent \+ 1 = 8, got 7"),
+        ({"num_pages": HELD.to("meta")}, r"lse and num_pages must share a device, got cpu, meta"),
         ({"combine": "mean"}, r"combine must be one of mass, peak, max, got 'mean'"),
     ],
 )

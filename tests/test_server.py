@@ -13,7 +13,7 @@ from pathlib import Path
 import dashboard
 import openai
 import pytest
-from live import Series, scraped_at, server_info
+from live import Series, audited_at_idle, scraped_at, server_info
 from registrations import assert_registered_once, watching
 
 from locks_sglang.admin import KEY_VARIABLE
@@ -182,10 +182,14 @@ def test_launchers_serve_multi_turn_chat(
             for layer, count in after["summaries_built"].items():
                 assert count - before["summaries_built"].get(layer, 0) == stored // 16 - cached // 16
             assert after["invalid_pages"] == 0
+            # A pause after a turn has one audit at idle, whose summaries all fit.
+            audited = audited_at_idle(url, before["idle_audits"])
+            assert (audited["idle_audits"] - before["idle_audits"], audited["summaries_mismatched"]) == (1, 0)
+            truth.counts["idle_audits_total"] += 1
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Give an example."}]
         assert usages[0][1] == 0
         assert usages[1][1] >= usages[0][0] // 16 * 16
-        told = scraped_at(url, "locks:decode_steps_total", after["decode_steps"])
+        told = scraped_at(url, "locks:idle_audits_total", audited["idle_audits"])
         check_metrics(at_first, told, truth)
         assert dashboard.unanswered({metric: [labels for labels, _ in series] for metric, series in told.items()}) == []
         if launcher == "launch_server":

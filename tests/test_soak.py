@@ -15,7 +15,6 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import live
 import pytest
@@ -98,17 +97,6 @@ class Clients:
             self.hung_up += 1
 
 
-def idle_audits(url: str, more_than: int, timeout_s: float = 120.0) -> dict[str, Any]:
-    """The counters of a server that has audited itself at idle once more."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = live.counters(url)
-        if found["idle_audits"] > more_than:
-            return found
-        time.sleep(0.5)
-    raise TimeoutError("the idle server did not audit itself")
-
-
 def test_nothing_is_lost(model_path: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))[:40_000]
@@ -133,7 +121,7 @@ def test_nothing_is_lost(model_path: str, tmp_path: Path, capfd: pytest.CaptureF
         clients = Clients(url, tokens)
         before = live.counters(url)["idle_audits"]
         clients.run(time.monotonic() + SOAK_S)
-        counted = idle_audits(url, before)
+        counted = live.audited_at_idle(url, before)
         assert counted["summaries_mismatched"] == counted["invalid_pages"] == 0
         assert audit([url, "--json"]) == 0
         (told,) = json.loads(capfd.readouterr().out.strip().splitlines()[-1])

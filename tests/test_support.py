@@ -60,6 +60,7 @@ EXTERNAL = "an external KV cache layer (LMCache, FlexKV, a cache linker, a custo
 SESSIONS = "streaming sessions and the session radix cache"
 ENCODER = "an encoder, embedding or cross-attention model"
 QUANTIZED = "a quantised KV cache"
+TRANSFORMERS = "a model that SGLang takes from transformers"
 PAGE_MAJOR = "page-major KV layouts and unified memory"
 
 ARGUMENTS = [
@@ -103,6 +104,7 @@ ARGUMENTS = [
     Case(EXTERNAL, ["--radix-cache-backend", "other"], "radix_cache_backend=other"),
     Case(ENCODER, ["--is-embedding"], "is_embedding=True"),
     Case("deterministic inference", ["--enable-deterministic-inference"], "enable_deterministic_inference=True"),
+    Case(TRANSFORMERS, ["--model-impl", "transformers"], "model_impl=transformers"),
     Case(PAGE_MAJOR, ["--enable-unified-memory"], "enable_unified_memory=True"),
     Case(PAGE_MAJOR, ["--enable-page-major-kv-layout"], "enable_page_major_kv_layout=True"),
 ]
@@ -194,6 +196,14 @@ def with_sinks(folder: Path) -> Any:
     return made
 
 
+def from_transformers(folder: Path) -> Any:
+    """With `--model-impl auto` SGLang chooses this form for a model that it has no implementation of its own for."""
+    made = runner(folder, layer())
+    held = dict(enumerate(made.model.children()))
+    made.model = type("TransformersForCausalLM", (torch.nn.Module,), {"attention_instances": held})()
+    return made
+
+
 MLA = {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
@@ -256,6 +266,7 @@ MODELS: list[tuple[str, str, Callable[[Path], Any]]] = [
         "4/1 heads of 64/64, 4/2 heads of 64/64",
         lambda at: runner(at, layer(), layer(kv_heads=1, layer_id=1)),
     ),
+    (TRANSFORMERS, "TransformersForCausalLM", from_transformers),
     ("layers without attention", "layers 1", lambda at: runner(at, layer(), kv_pool=pool(layers=2))),
     (
         "this head dimension",
@@ -343,6 +354,13 @@ def test_runner_has_these_facts() -> None:
 
     names = assigned(str(Path(package.__path__[0]) / "model_runner.py"), "ModelRunner")
     assert names >= {"model_config", "model", "use_mla_backend", "sliding_window_size", "token_to_kv_pool"}
+
+
+def test_models_from_transformers_keep_their_attention_where_they_are_told_by() -> None:
+    import sglang.srt.models.transformers as module
+
+    assert "attention_instances" in assigned(module.__file__, "TransformersBase")
+    assert module.TransformersForCausalLM.__name__ in {name for _, name, _ in MODELS}
 
 
 def test_models_keep_sinks_under_known_names() -> None:

@@ -4,7 +4,15 @@ Letters used throughout: B requests, Hq query heads, H KV heads, G = Hq / H, D h
 a page, N pages, R rank, S selected pages a request.
 """
 
-from .checks import CACHE_DTYPES, FLOAT_DTYPES, ArgumentError, check_attention_args, check_page_table, require
+from .checks import (
+    CACHE_DTYPES,
+    FLOAT_DTYPES,
+    ArgumentError,
+    check_attention_args,
+    check_one_device,
+    check_page_table,
+    require,
+)
 from .gather import gather_pages, gqa_queries, soft_cap, token_slots
 
 PAGE_SIZE = 16
@@ -16,6 +24,7 @@ __all__ = [
     "PAGE_SIZE",
     "ArgumentError",
     "check_attention_args",
+    "check_one_device",
     "check_page_table",
     "gather_pages",
     "gqa_queries",

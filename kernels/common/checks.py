@@ -1,5 +1,7 @@
 """Argument checks of the public operations: every refusal says what was given and what is allowed."""
 
+from collections.abc import Mapping
+
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -14,6 +16,16 @@ def require(condition: bool, message: str) -> None:
     """Raise `ArgumentError(message)` unless `condition` holds."""
     if not condition:
         raise ArgumentError(message)
+
+
+def check_one_device(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that tensors, given by what a message calls them, lie on one device."""
+    devices = [tensor.device for tensor in tensors.values()]
+    *first, last = tensors
+    require(
+        all(device == devices[0] for device in devices),
+        f"{', '.join(first)} and {last} must share a device, got {', '.join(map(str, devices))}",
+    )
 
 
 def check_page_table(page_table: torch.Tensor, lengths: torch.Tensor, batch: int, lengths_name: str) -> None:
@@ -58,7 +70,5 @@ def check_attention_args(
         )
     require(logit_cap >= 0.0, f"logit_cap must be 0 (off) or positive, got {logit_cap}")
     check_page_table(page_table, seq_lens, q.shape[0], "seq_lens")
-    require(
-        q.device == k_cache.device == page_table.device,
-        f"q, k_cache and page_table must share a device, got {q.device}, {k_cache.device}, {page_table.device}",
-    )
+    values = {} if v_cache is None else {"v_cache": v_cache}
+    check_one_device({"q": q, "k_cache": k_cache, **values, "page_table": page_table})

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 
 from ..build_page_summaries import PageSummaries
-from ..common import check_attention_args, check_page_table, require
+from ..common import check_attention_args, check_one_device, check_page_table, require
 from ..common.capability import runs_kernels, takes_cache
 from ..sparse_decode import FlashInferDecode
 from .kernel import step_on_kernels
@@ -60,6 +60,7 @@ def locks_decode_step(
         s.num_kv_heads == k_cache.shape[1] and s.layout.head_dim == q.shape[2],
         f"the summaries hold H={s.num_kv_heads}, D={s.layout.head_dim} but the cache H={k_cache.shape[1]}, D={q.shape[2]}",
     )
+    check_one_device({"q": q, "the summaries": s.valid})
     require(
         config.tail_correction in TAIL_CORRECTIONS,
         f"tail_correction must be one of {', '.join(TAIL_CORRECTIONS)}, got {config.tail_correction!r}",

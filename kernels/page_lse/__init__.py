@@ -3,7 +3,7 @@
 import torch
 
 from ..build_page_summaries import PageSummaries
-from ..common import CACHE_DTYPES, check_page_table, require
+from ..common import CACHE_DTYPES, check_one_device, check_page_table, require
 from ..common.capability import runs_kernels
 from .exact import exact_page_lse
 from .kernel import Scan, scan
@@ -62,7 +62,4 @@ def _check(q: torch.Tensor, s: PageSummaries, page_table: torch.Tensor, num_page
     )
     require(logit_cap >= 0.0, f"logit_cap must be 0 (off) or positive, got {logit_cap}")
     check_page_table(page_table, num_pages, q.shape[0], "num_pages")
-    require(
-        q.device == page_table.device == s.valid.device,
-        f"q, page_table and the summaries must share a device, got {q.device}, {page_table.device}, {s.valid.device}",
-    )
+    check_one_device({"q": q, "page_table": page_table, "the summaries": s.valid})

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..common import ArgumentError, require
+from ..common import ArgumentError, check_one_device, require
 from ..common.capability import LARGEST_GROUP, on_kernels
 from .kernel import COMBINES, page_keys, top_pages
 from .reference import select
@@ -35,13 +35,14 @@ def select_pages(
         Order of preference: recent, sink, +inf, score, lower index.
 
     Raises:
-        ArgumentError: budget_pages < sink + recent + 1, recent < 1, sink < 0, or a bad shape or name.
+        ArgumentError: budget_pages < sink + recent + 1, recent < 1, sink < 0, or a bad shape, device or name.
     """
     require(lse.dim() == 3 and lse.is_floating_point(), f"lse must be a float [B, Hq, Nmax], got {lse.dtype} {list(lse.shape)}")
     require(
         num_pages.shape == lse.shape[:1] and num_pages.dtype in (torch.int32, torch.int64),
         f"num_pages must be int32 or int64 [B={lse.shape[0]}], got {num_pages.dtype} {list(num_pages.shape)}",
     )
+    check_one_device({"lse": lse, "num_pages": num_pages})
     if num_kv_heads is None:
         raise ArgumentError("num_kv_heads is required: the query heads of one KV head choose their pages together")
     require(

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..common import PAGE_SIZE, check_attention_args, require
+from ..common import PAGE_SIZE, check_attention_args, check_one_device, require
 from ..common.capability import runs_kernels, takes_cache
 from .flashinfer import FlashInferDecode
 from .kernel import attend_parts
@@ -67,6 +67,7 @@ def sparse_decode(
         counts.shape == (batch,) and counts.dtype in (torch.int32, torch.int64),
         f"counts must be int32 or int64 [B={batch}], got {counts.dtype} {list(counts.shape)}",
     )
+    check_one_device({"q": q, "pages": pages, "counts": counts})
     if runs_kernels(q, q.shape[2], v_cache.shape[2], q.shape[1] // kv_heads) and takes_cache(q, k_cache, v_cache):
         parts = attend_parts(q, k_cache, v_cache, page_table, pages, counts, seq_lens, sm_scale * k_scale, logit_cap=logit_cap)
         out = torch.empty(batch, q.shape[1], v_cache.shape[2], dtype=q.dtype, device=q.device)

@@ -4,6 +4,8 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from statistics import fmean
 
 from .data import Figure
 from .html import Markup, tag, traced
@@ -16,6 +18,10 @@ LONGEST_NAME = 22
 """Characters of a line of a name."""
 LINE = 15
 """Height of a line of text."""
+LEADER = 14
+"""Room for the lines that lead from the ends of lines to their names."""
+KEY = 12
+"""Room for a line's marker before its name."""
 BETWEEN = 6
 """Distance of two labels of the horizontal axis."""
 
@@ -112,7 +118,7 @@ def line_chart(
         text: value of a point in words. level: a horizontal line to compare with. below: what is below it.
     """
     longest = max(len(part) for line in series for part in _name_lines(line.label))
-    drawing = Drawing(x, y, WIDTH - 12 - longest * CHARACTER)
+    drawing = Drawing(x, y, WIDTH - LEADER - KEY - longest * CHARACTER)
     _scales(drawing, x_title)
     if level is not None and y.low < level < y.high:
         _level(drawing, level, below)
@@ -191,25 +197,33 @@ def _name_lines(label: str) -> list[str]:
 
 
 def _names(drawing: Drawing, series: Sequence[Series]) -> None:
-    """Names at the ends of lines, moved apart where lines end close together."""
+    """Names at the ends of lines, each behind its line's marker; moved apart where lines end close together, as little as can
+    be."""
     ends = sorted(((drawing.up(line.points[-1][1].value), line) for line in series), key=lambda end: end[0])
     blocks = [_name_lines(line.label) for _, line in ends]
-    tops: list[float] = []
-    free = float(TOP)
-    for (at, _), block in zip(ends, blocks, strict=True):
-        tops.append(max(at, free))
-        free = tops[-1] + LINE * len(block)
-    lowest = float(HEIGHT - BOTTOM) + LINE
-    for index in range(len(tops) - 1, -1, -1):
-        tops[index] = min(tops[index], lowest - LINE * len(blocks[index]))
-        lowest = tops[index]
-    near = drawing.right + 4
+    tops = _apart([at for at, _ in ends], [LINE * len(block) for block in blocks], HEIGHT - BOTTOM + LINE)
+    near = drawing.right + LEADER
     for (at, line), top, block in zip(ends, tops, blocks, strict=True):
         end = drawing.across(line.points[-1][0].value)
-        drawing.parts.append(tag("path", d=f"M{end + 5} {at}L{near} {top}", class_="leader"))
+        drawing.parts.append(tag("path", d=f"M{end + 5} {at}L{near - 2} {top}", class_="leader"))
+        drawing.parts.append(tag("path", d=_marker(line.style, near + KEY / 2 - 2, top), class_=f"mark {line.style}"))
         drawing.parts += [
-            tag("text", text, x=near + 3, y=top + 4 + LINE * n, class_=f"name {line.style}") for n, text in enumerate(block)
+            tag("text", text, x=near + KEY, y=top + 4 + LINE * n, class_=f"name {line.style}") for n, text in enumerate(block)
         ]
+
+
+def _apart(wanted: Sequence[float], heights: Sequence[float], lowest: float) -> list[float]:
+    """Places of blocks one below the other, as near as can be to those wanted, which ascend, between `TOP` and `lowest`."""
+    # Less the heights above them, places must not descend: where wishes do, those blocks touch, at the mean of their wishes.
+    offsets = list(accumulate(heights, initial=0.0))[:-1]
+    runs: list[list[float]] = []
+    for at, offset in zip(wanted, offsets, strict=True):
+        runs.append([at - offset])
+        while len(runs) > 1 and fmean(runs[-2]) > fmean(runs[-1]):
+            runs[-2:] = [runs[-2] + runs[-1]]
+    begins = [fmean(run) for run in runs for _ in run]
+    room = lowest - sum(heights)
+    return [round(min(max(begin, TOP), room) + offset, 2) for begin, offset in zip(begins, offsets, strict=True)]
 
 
 def stacked_bars(rows: Sequence[tuple[Sequence[object], Mapping[str, Figure], Figure]], text: Callable[[float], str]) -> Markup:

@@ -50,7 +50,13 @@ def _verdict(case: views.Case, points: Sequence[views.Speedup]) -> tuple[Markup,
         f", {case.gpu}, against the fastest dense backend measured.",
     ]
     if faster and slower:
-        where += [" Below the crossover ", tag("code", "--locks-min-context-tokens"), " decodes dense."]
+        threshold = faster[0].context
+        flag = tag("code", "--locks-min-context-tokens ", shown(threshold, str(threshold.value)))
+        where += [
+            " Where shorter contexts come too, start with ",
+            flag,
+            ": a batch in which all are shorter then decodes dense.",
+        ]
     return joined(title), tag("p", tag("strong", *advice), *where, class_="lead")
 
 

@@ -29,7 +29,13 @@ def unmeasured(results: Results, sources: Sources) -> Markup:
         text = "rows name no commit, or one with changes on top: what ran there cannot be had again exactly. "
         items.append(tag("li", tag("code", file), f": {text}", sources.refs((file,))))
     for file in results.skipped:
-        items.append(tag("li", tag("code", file), " lies beside the results and is of no kind that is drawn here."))
+        items.append(
+            tag(
+                "li",
+                tag("code", file),
+                " lies beside the results. It holds something else than this page draws and was left out; that is no error.",
+            )
+        )
     if not items:
         items = [tag("li", "Nothing that this page knows of.")]
     return section("unmeasured", "Not measured", tag("ul", *items))
@@ -53,7 +59,7 @@ def _gaps(case: views.Case) -> list[Markup]:
     dense = {rows[0].get("backend") for rows in case.series.values()}
     lacking = [name for name in GPU_BACKENDS if name not in dense]
     if lacking:
-        items.append(tag("li", f"{case.model} with the dense backends {' and '.join(lacking)}."))
+        items.append(tag("li", f"{case.model} with the dense backend{'s' * (len(lacking) > 1)} {' and '.join(lacking)}."))
     return items
 
 

@@ -14,6 +14,12 @@ CHARTED = ("oracle", "locks-r8", "locks-r4", "locks-r2", "min-max", "page-mean")
 """Methods that get a line; the table has all."""
 MASS_STYLES = ("dense-0", "locks", "other-0", "other-1", "dense-2", "dense-1")
 
+WORDS = {
+    "oracle": "The oracle chooses pages by their exact attention, reading every key: no choice of pages holds more. ",
+    "global": "A global sketch describes all keys of a KV head in one basis; locks gives every page a basis of its own. ",
+}
+"""What methods are, by how their names begin."""
+
 
 def quality(results: Results, sources: Sources) -> Markup:
     """Attention mass captured against the budget."""
@@ -62,7 +68,9 @@ def _mass(row: Row, sources: Sources) -> Markup:
     for index, entry in methods.values():
         size = row.figure(f"methods.{index}.bytes_per_page")
         body.append([entry["label"], shown(size, count(size.value)), *(shown(m, percent(m.value)) for m in of(index))])
-    return tag("div", tag("div", figure(chart, *caption), table(head, body), class_="beside"), class_="case")
+    words = [text for start, text in WORDS.items() if any(name.startswith(start) for name in methods)]
+    beside = tag("div", figure(chart, *caption), tag("div", table(head, body), tag("p", *words)), class_="beside")
+    return tag("div", beside, class_="case")
 
 
 def _dim_name(dim: int, value_mean: bool) -> str:

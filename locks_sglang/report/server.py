@@ -4,20 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..admin import states
+from ..counters import TOLD
 from .data import Figure, Row
 from .html import Markup, count, gibibytes, joined, percent, shown, table, tag
 from .parts import section
 
 TIMEOUT_S = 60.0
-COUNTERS = {
-    "decode_steps": "decode steps",
-    "sparse_rows": "rows decoded sparse",
-    "summaries_reused": "cached pages whose summaries were used again",
-    "summaries_rebuilt": "summaries built anew after their KV had arrived otherwise",
-    "audits": "audits",
-    "summaries_mismatched": "summaries that did not fit their pages (must stay 0)",
-    "invalid_pages": "pages met without a summary (must stay 0)",
-}
+APART = ("pages_held", "pages_read", "dense_rows", "summaries_built")
+"""Counters that are shown otherwise: as a share, by reason, and one that is the same in every layer."""
 
 
 def ask(url: str) -> list[Row]:
@@ -45,8 +39,12 @@ def _scheduler(row: Row) -> Markup:
         lines.append(["summaries", shown(row.figure("summary_bytes"), gibibytes(row.get("summary_bytes")))])
     if row.get("summary_bytes_per_page"):
         lines.append(["bytes of a page's summaries, all layers and heads", _counted(row, "summary_bytes_per_page")])
-    told = [name for name in COUNTERS if row.get(f"counters.{name}") is not None]
-    lines += [[COUNTERS[name], _counted(row, f"counters.{name}")] for name in told]
+    told = [name for name in TOLD if name not in APART and row.get(f"counters.{name}") is not None]
+    lines += [[TOLD[name].replace("`", ""), _counted(row, f"counters.{name}")] for name in told]
+    built: Mapping[str, int] = row.get("counters.summaries_built") or {}
+    lines += [
+        ["pages summarised, in every layer", _counted(row, f"counters.summaries_built.{layer}")] for layer in [*built][:1]
+    ]
     dense: Mapping[str, Any] = row.get("counters.dense_rows") or {}
     lines += [[f"rows decoded dense: {reason}", _counted(row, f"counters.dense_rows.{reason}")] for reason in dense]
     settings: Mapping[str, Any] = row.get("config") or {}
