@@ -15,6 +15,7 @@ import torch
 
 from locks_sglang.config import LocksConfig
 from locks_sglang.evaluation import selectors
+from locks_sglang.evaluation.calibration import Calibration, fit_basis
 from locks_sglang.evaluation.capture import LayerCapture
 from locks_sglang.evaluation.cli import main
 from locks_sglang.evaluation.mass import TIE, MassResult, captured_mass, failures, format_table, measure_layer
@@ -42,7 +43,9 @@ def make_layer(tokens: int = 205, kind: str = "rope", layer_id: int = 3, cap: fl
     built = build_page_summaries(*paged, 8, center=keys[:tokens].mean(0))
     valid = torch.arange(pages) < tokens // truth.PAGE
     served = PageSummaries(built.layout, valid, built.center, built.record, built.values)
-    return LayerCapture(layer_id, queries, torch.from_numpy(outputs).float(), *paged, seq_lens, SCALE, cap, served)
+    other = truth.make_keys(kind, 300, KV_HEADS, DIM, gen)
+    calibration = Calibration.of(other, torch.randn(5, KV_HEADS * GROUP, DIM, generator=gen))
+    return LayerCapture(layer_id, queries, torch.from_numpy(outputs).float(), *paged, seq_lens, SCALE, cap, served, calibration)
 
 
 def true_lse(layer: LayerCapture) -> np.ndarray:
@@ -172,7 +175,7 @@ def test_a_global_sketch_of_full_rank_is_exact() -> None:
 def test_the_global_basis_is_the_best_of_its_rank(rank: int) -> None:
     """Residual of the fitted subspace against the singular values of the centred keys."""
     keys = truth.make_keys("rope", 205, KV_HEADS, DIM, truth.generator(4))
-    mean, basis = selectors.fit_basis(keys, rank)
+    mean, basis = fit_basis(keys, rank)
     truth.assert_close(mean, truth.f64(keys).mean(0), size=20.0)
     centred = truth.f64(keys) - truth.f64(keys).mean(0)
     for head in range(KV_HEADS):

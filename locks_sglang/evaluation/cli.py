@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "attention mass that page selection captures, by method and budget"
     of_mass = commands.add_parser("mass", help=text, description=f"Measure the {text}, on keys and queries of a served run.")
     _add_run_options(of_mass)
-    _add_layer_options(of_mass)
+    _add_capture_options(of_mass)
     text = "pages that each KV head reads while one request is answered"
     told = (
         f"Record the {text}, for `locks-sglang report`. The file ({DEFAULT_MAP} without --json) holds the text of the request."
@@ -70,8 +70,19 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, with all that led to them")
 
 
-def _add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """Options of evaluations that work layer by layer."""
+def _add_capture_options(parser: argparse.ArgumentParser) -> None:
+    """Options of evaluations that work layer by layer on what was captured of a run."""
+    parser.add_argument(
+        "--calibration",
+        metavar="TEXT",
+        help="another text, on which methods that need it are calibrated (default: code for prose, prose for all else)",
+    )
+    parser.add_argument(
+        "--queries", type=whole(2, 64), default=8, metavar="N", help="last positions whose queries are kept (%(default)s)"
+    )
+    parser.add_argument(
+        "--capture", type=Path, metavar="FILE", help="take the served run from this file, or keep it there if there is none"
+    )
     parser.add_argument("--layers", type=_layer_step, default=1, metavar="all|every:N", help="layers to measure (default: all)")
     parser.add_argument(
         "--budgets",

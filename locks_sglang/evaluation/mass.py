@@ -17,7 +17,7 @@ from ..config import LocksConfig, load_config
 from ..kernels.build_page_summaries import RecordLayout
 from ..kernels.common import PAGE_SIZE
 from ..ops import select_pages
-from .capture import LATE_QUERIES, CapturedRun, LayerCapture
+from .capture import LayerCapture, Run
 from .selectors import BF16_BYTES, Selector, default_selectors
 from .serving import serve_text
 
@@ -166,7 +166,7 @@ def format_table(result: MassResult) -> str:
     return "\n".join(rows)
 
 
-def measure(run: CapturedRun, every: int, budgets: Sequence[int], seed: int) -> tuple[MassResult, float]:
+def measure(run: Run, every: int, budgets: Sequence[int], seed: int) -> tuple[MassResult, float]:
     """Measure every method in every `every`-th layer of a run.
 
     Returns:
@@ -221,7 +221,6 @@ def run(given: argparse.Namespace) -> int:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         record = identity | {
             "settings": dataclasses.asdict(served.config),
-            "late_queries": LATE_QUERIES,
             "page_tokens": PAGE_SIZE,
             "replay_error": replay_error,
             "seconds": seconds,
@@ -268,8 +267,8 @@ def _report(
     lines = [
         f"Attention mass captured by the selected pages: {model['name']}, {text['tokens']:,} tokens of {text['name']}, "
         f"{len(result.layers)} of {model['layers']} layers",
-        f"Mean over layers, query heads and the last {LATE_QUERIES} positions. Inside every budget: {config.sink_pages} sink "
-        f"and {config.recent_pages} recent page(s). Combine: {config.combine}.",
+        f"Mean over layers, query heads and the last {identity['late_queries']} positions. Inside every budget: "
+        f"{config.sink_pages} sink and {config.recent_pages} recent page(s). Combine: {config.combine}.",
         "",
         format_table(result),
         "",

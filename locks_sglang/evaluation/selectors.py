@@ -14,6 +14,7 @@ from ..kernels.build_page_summaries import PageSummaries, RecordLayout
 from ..kernels.build_page_summaries.record import ALIGNMENT, quantize
 from ..kernels.common import PAGE_SIZE, gqa_queries, soft_cap
 from ..ops import build_page_summaries, page_lse
+from .calibration import fit_basis
 from .capture import LayerCapture
 
 BF16_BYTES = 2
@@ -142,14 +143,6 @@ def global_sketch(rank: int, bits: int, note: str, seed: int = 0) -> Selector:
 
     label = f"global sketch r={rank}, {note}"
     return Selector(f"global-r{rank}-int{bits}", label, sketch_bytes(rank, bits), score)
-
-
-def fit_basis(keys: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean [H, D] and the `rank` principal directions [H, D, R] of keys [T, H, D]."""
-    mean = keys.mean(0)
-    centred = (keys - mean).transpose(0, 1).double()
-    directions = torch.linalg.eigh(centred.transpose(-1, -2) @ centred).eigenvectors
-    return mean, directions[..., -rank:].flip(-1).float()
 
 
 def _rotation(size: int, seed: int) -> torch.Tensor:
