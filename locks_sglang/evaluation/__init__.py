@@ -2,3 +2,7 @@
 
 ATTENTION_MAP = "attention_map"
 """What a results file of `eval map` calls its kind."""
+ATTENTION_MASS = "attention_mass"
+"""The same of `eval mass`."""
+OUTPUT_ERROR = "output_error"
+"""The same of `eval output`."""

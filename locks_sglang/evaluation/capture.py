@@ -22,8 +22,9 @@ CALIBRATION_QUERIES = 64
 DECODE_STEPS = 4
 """Decode steps after the prefill and before the page table is read, which is then that of a decoding request."""
 
-NEW_TOKENS = DECODE_STEPS + 2
-"""Tokens that the request asks for: the prefill yields one, and one step is left when the page table is read."""
+NEW_TOKENS = DECODE_STEPS + 2 + PAGE_SIZE
+"""Tokens that the request asks for: the prefill yields one, and steps are left when the page table is read. They fill the
+prompt's last page, since the radix cache keeps whole pages alone."""
 
 SPARE_TOKENS = 256
 """Room in the KV pool beyond each prompt: the decode steps, and what SGLang's admission holds back."""
@@ -193,6 +194,7 @@ class CapturedRun:
             attention_backend="locks",
             max_running_requests=1,
             max_total_tokens=sum(len(text) + SPARE_TOKENS for text in texts),
+            page_size=PAGE_SIZE,
             log_level="warning",
             **(cpu_arguments(longest) if device == "cpu" else {}),
         )
@@ -201,6 +203,7 @@ class CapturedRun:
             raise CaptureError(
                 f"{longest} tokens do not fit the model's context of {context}: {context - NEW_TOKENS} or fewer do"
             )
+        self._request_row = torch.empty(0)
         self._done, self._work = 0, sum(map(len, texts)) * len(self.layer_ids)
         # The prompt comes first, as on a server that starts with it: the centre of the summaries is its own. The pool has room
         # for both, so that what it left in the radix cache stays.
@@ -230,14 +233,13 @@ class CapturedRun:
     def _prefill(self, ids: Sequence[int], late: int, progress: Callable[[int, int], None]) -> _Prompt:
         """Serve a prompt, and keep its late rows and its pages."""
         prompt = _Prompt(len(ids), late)
-        self._request_row = torch.empty(0)
         request = self.server.submit(ids, max_new_tokens=NEW_TOKENS)
         with self._late_rows(prompt, progress):
             self.server.run(self._until_decoding(request, prompt), timeout_s=TIMEOUT_S)
         return prompt
 
     def _until_decoding(self, request: Request, prompt: _Prompt) -> Iterator[None]:
-        """Script of the run: note the request's pages while it owns them. Nothing overwrites them afterwards."""
+        """Script of the run: note the request's pages while it owns them. The radix cache keeps them afterwards."""
         while len(request.output_ids) <= DECODE_STEPS:
             if request.finished:
                 raise CaptureError(f"the server ended the request after {len(request.output_ids)} of {NEW_TOKENS} tokens")

@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     of_mass = commands.add_parser("mass", help=text, description=f"Measure the {text}, on keys and queries of a served run.")
     _add_run_options(of_mass)
     _add_capture_options(of_mass)
+    text = "relative error of the attention output, with and without tail correction"
+    of_output = commands.add_parser("output", help=text, description=f"Measure the {text}, on a served run.")
+    _add_run_options(of_output)
+    _add_capture_options(of_output)
     text = "pages that each KV head reads while one request is answered"
     told = (
         f"Record the {text}, for `locks-sglang report`. The file ({DEFAULT_MAP} without --json) holds the text of the request."
@@ -40,12 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.command = shlex.join(["locks-sglang", "eval", *arguments])
 
     # Imported only now, so that --help needs neither torch nor SGLang.
-    from . import attention_map, mass
+    from . import attention_map, mass, output
     from .capture import CaptureError
     from .text import TextError
 
     try:
-        return (mass.run if given.evaluation == "mass" else attention_map.run)(given)
+        return {"mass": mass.run, "output": output.run, "map": attention_map.run}[given.evaluation](given)
     except (ConfigError, ModelError, TextError, CaptureError) as error:
         print(f"locks-sglang eval {given.evaluation}: {error}", file=sys.stderr)
         return 2
@@ -87,9 +91,8 @@ def _add_capture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budgets",
         type=_budgets,
-        default=[64, 128, 256, 512, 1024, 2048],
         metavar="TOKENS,...",
-        help="tokens that a KV head may read (default: 64,128,256,512,1024,2048)",
+        help="tokens that a KV head may read (default: 64, 128 and so on to 4096, as far as they are fewer than the prompt's)",
     )
 
 
