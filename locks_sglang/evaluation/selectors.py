@@ -78,6 +78,7 @@ def default_selectors(head_dim: int, v_head_dim: int, seed: int) -> list[Selecto
         oracle(head_dim),
         *locks,
         other_centre(8, head_dim, v_head_dim),
+        *(locks_refitted(rank, head_dim) for rank in RANKS[:2]),
         *widths,
         page_mean(head_dim),
         min_max_bound(head_dim),
@@ -151,6 +152,27 @@ def locks_widths(rank: int, basis_bits: int, coef_bits: int, head_dim: int) -> S
     label = f"locks r={rank}, basis {told[basis_bits]}, coefficients {told[coef_bits]}"
     size = record_bytes(rank, basis_bits, coef_bits, head_dim)
     return Selector(f"locks-r{rank}-b{basis_bits}-c{coef_bits}", label, WIDTHS, size, score)
+
+
+def locks_refitted(rank: int, head_dim: int) -> Selector:
+    """Served widths, but coefficients are fitted by least squares to the basis as it was rounded: no byte more, and nothing for
+    the scan to do. An experiment of the evaluation."""
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        center = layer.summaries.center
+        whole = build_page_summaries(layer.keys, layer.values, rank, quantize=False, center=center, value_mean=False)
+        assert whole.factors is not None
+        keys = layer.keys.transpose(1, 2)
+        basis = _rounded(whole.factors.basis.transpose(-1, -2), 4).transpose(-1, -2)
+        gram = basis.transpose(-1, -2) @ basis
+        # A page of equal keys has columns that are zero: its coefficients stay zero.
+        inverse = torch.linalg.pinv(gram, hermitian=True)
+        coef = (keys - keys.mean(2, keepdim=True)) @ basis @ inverse
+        factors = PageFactors(_rounded(whole.factors.mean, 8), basis, _rounded(coef, 8), None)
+        return _summary_lse(layer, PageSummaries(whole.layout, layer.summaries.valid, center, factors=factors))
+
+    size = record_bytes(rank, 4, 8, head_dim)
+    return Selector(f"locks-r{rank}-refitted", f"locks r={rank}, coefficients fitted to the rounded basis", WIDTHS, size, score)
 
 
 def _rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
