@@ -36,6 +36,8 @@ def test_generated_sections_have_not_drifted(generate: ModuleType) -> None:
     assert marked == set(generate.SECTIONS)
     for page in generate.SECTIONS:
         assert generate.render(page) == page.read_text(), f"{page.name}: run python docs/generate.py"
+    for picture, text in generate.frontier_drawings().items():
+        assert picture.read_text() == text, f"{picture.name}: run python docs/generate.py"
 
 
 def test_links_of_the_documents_exist() -> None:

@@ -13,11 +13,11 @@ from ..kernels.common import PAGE_SIZE
 from ..kernels.locks_decode.reference import merge_tail
 from ..kernels.page_lse import page_scores
 from ..ops import build_page_summaries, dense_decode, sparse_decode
-from . import OUTPUT_ERROR
+from . import OUTPUT_ERROR, WIDTHS
 from .capture import LayerCapture
 from .mass import chosen_pages
 from .measuring import Measured, Measurement, measure, rounded, write
-from .selectors import BF16_BYTES, IN_SAMPLE, LOCKS, WIDTHS, Selector, default_selectors
+from .selectors import BF16_BYTES, IN_SAMPLE, LOCKS, Selector, default_selectors
 from .spread import by_layer, clear_of, mean, standard_errors
 
 OFF, QMU, FLAT, SMALLER = "off", "qmu", "flat", "smaller"

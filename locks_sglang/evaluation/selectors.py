@@ -14,13 +14,13 @@ from ..kernels.build_page_summaries import PageFactors, PageSummaries, RecordLay
 from ..kernels.build_page_summaries.record import ALIGNMENT, quantize
 from ..kernels.common import PAGE_SIZE, gqa_queries, soft_cap
 from ..ops import build_page_summaries, page_lse
+from . import WIDTHS
 from .calibration import fit_basis
 from .capture import LayerCapture
 
 BF16_BYTES = 2
 
 LOCKS = "locks"
-WIDTHS = "locks, other widths"
 GLOBAL = "global sketch"
 NOTHING_STORED = ("oracle", "random")
 IN_SAMPLE = "global sketch, in sample"
