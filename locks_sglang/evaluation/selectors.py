@@ -20,6 +20,9 @@ from .capture import LayerCapture
 
 BF16_BYTES = 2
 
+LEAST_WEIGHT = 0.01
+"""Of a channel, where the mean of a KV head's channels is 1."""
+
 LOCKS = "locks"
 GLOBAL = "global sketch"
 NOTHING_STORED = ("oracle", "random")
@@ -79,6 +82,7 @@ def default_selectors(head_dim: int, v_head_dim: int, seed: int) -> list[Selecto
         *locks,
         other_centre(8, head_dim, v_head_dim),
         *(locks_refitted(rank, head_dim) for rank in RANKS[:2]),
+        *(locks_refitted(rank, head_dim, weighted=True) for rank in RANKS),
         *widths,
         page_mean(head_dim),
         min_max_bound(head_dim),
@@ -154,24 +158,42 @@ def locks_widths(rank: int, basis_bits: int, coef_bits: int, head_dim: int) -> S
     return Selector(f"locks-r{rank}-b{basis_bits}-c{coef_bits}", label, WIDTHS, size, score)
 
 
-def locks_refitted(rank: int, head_dim: int) -> Selector:
+def locks_refitted(rank: int, head_dim: int, *, weighted: bool = False) -> Selector:
     """Served widths, but coefficients are fitted by least squares to the basis as it was rounded: no byte more, and nothing for
-    the scan to do. An experiment of the evaluation."""
+    the scan to do. An experiment of the evaluation.
+
+    Args:
+        weighted: also summarise k_i w_i instead of k_i, and multiply queries by 1 / w_i, with fixed weights for the channels of
+            a KV head: what counts is the error of q.k, so channels in which queries are large deserve more of the rank and of
+            the levels. w_i is the mean |q_i k_i| of the calibration text over the mean |k_i| of the prompt.
+    """
 
     def score(layer: LayerCapture) -> torch.Tensor:
         center = layer.summaries.center
-        whole = build_page_summaries(layer.keys, layer.values, rank, quantize=False, center=center, value_mean=False)
+        weights = torch.ones_like(center)
+        if weighted:
+            tokens = layer.keys.flatten(0, 1)[: int(layer.seq_lens.max())]
+            weights = layer.calibration.channels / tokens.abs().mean(0).clamp_min(torch.finfo(torch.float32).tiny)
+            weights = weights / weights.mean(-1, keepdim=True)
+            weights = weights.clamp_min(LEAST_WEIGHT)
+        whole = build_page_summaries(
+            layer.keys * weights, layer.values, rank, quantize=False, center=center * weights, value_mean=False
+        )
         assert whole.factors is not None
-        keys = layer.keys.transpose(1, 2)
+        keys = (layer.keys * weights).transpose(1, 2)
         basis = _rounded(whole.factors.basis.transpose(-1, -2), 4).transpose(-1, -2)
         gram = basis.transpose(-1, -2) @ basis
         # A page of equal keys has columns that are zero: its coefficients stay zero.
         inverse = torch.linalg.pinv(gram, hermitian=True)
         coef = (keys - keys.mean(2, keepdim=True)) @ basis @ inverse
-        factors = PageFactors(_rounded(whole.factors.mean, 8), basis, _rounded(coef, 8), None)
+        # 1 / w_i goes to the factors here; a server would multiply each query by it once.
+        mean = _rounded(whole.factors.mean, 8) / weights
+        factors = PageFactors(mean, basis / weights.unsqueeze(-1), _rounded(coef, 8), None)
         return _summary_lse(layer, PageSummaries(whole.layout, layer.summaries.valid, center, factors=factors))
 
     size = record_bytes(rank, 4, 8, head_dim)
+    if weighted:
+        return Selector(f"locks-r{rank}-weighted", f"locks r={rank}, channels weighted by queries", WIDTHS, size, score)
     return Selector(f"locks-r{rank}-refitted", f"locks r={rank}, coefficients fitted to the rounded basis", WIDTHS, size, score)
 
 
