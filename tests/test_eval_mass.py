@@ -740,18 +740,20 @@ def test_texts_are_python_s_own() -> None:
 
 @pytest.mark.one_version
 @pytest.mark.server
-def test_mass_on_the_real_model(model_path: str, tmp_path: Path) -> None:
-    """1,507 tokens, so that a partial page and a page edge lie among the late queries; every tenth layer."""
+def test_mass_on_the_real_model(model_path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1,507 tokens, so that a partial page and a page edge lie among the late queries; every tenth layer. From the same served
+    run also the errors of the output."""
     file = tmp_path / "mass.json"
     capture = tmp_path / "capture.pt"
     command = ["--model", model_path, "--device", "cpu", "--tokens", "1507", "--layers", "every:10", "--queries", "6"]
     command += ["--budgets", "512,128", "--seed", "5", "--capture", str(capture)]
 
-    def evaluate(what: str, *more: str) -> subprocess.CompletedProcess[str]:
-        arguments = [sys.executable, "-m", "locks_sglang", "eval", what, *command, *more]
-        return subprocess.run(arguments, capture_output=True, text=True, check=False)
-
-    done = evaluate("mass", "--json", str(file))
+    done = subprocess.run(
+        [sys.executable, "-m", "locks_sglang", "eval", "mass", *command, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASSED" in done.stdout
     record = json.loads(file.read_text())
@@ -781,17 +783,15 @@ def test_mass_on_the_real_model(model_path: str, tmp_path: Path) -> None:
         ratio = by_layer["locks-r8"] / by_layer["oracle"]
         assert (by_layer["oracle"] >= np.max(list(by_layer.values()), 0) - 1e-6).all()
         assert worst == {"layer": record["layers"][int(ratio.argmin())], "ratio": pytest.approx(ratio.min(), abs=1e-5)}
-    again = tmp_path / "again.json"
     # From the kept capture, without a server: the same numbers.
-    assert evaluate("mass", "--json", str(again)).returncode == 0
+    again, outputs = tmp_path / "again.json", tmp_path / "output.json"
+    assert main(["mass", *command, "--json", str(again)]) == 0
     assert json.loads(again.read_text())["methods"] == record["methods"]
-    other = evaluate("mass", "--queries", "5")
-    assert other.returncode == 2
-    assert f"{capture} holds another run: its late_queries is 6, asked for is 5" in other.stderr
-    outputs = tmp_path / "output.json"
-    done = evaluate("output", "--json", str(outputs))
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_outputs(json.loads(outputs.read_text()), done.stdout)
+    capsys.readouterr()
+    assert main(["mass", *command, "--queries", "5"]) == 2
+    assert f"{capture} holds another run: its late_queries is 6, asked for is 5" in capsys.readouterr().err
+    assert main(["output", *command, "--json", str(outputs)]) == 0
+    check_outputs(json.loads(outputs.read_text()), capsys.readouterr().out)
 
 
 def check_outputs(record: dict[str, Any], printed: str) -> None:
