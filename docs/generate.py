@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from locks_sglang import metrics
 from locks_sglang.benchmarks.decode import DENSE_VARIANT, MODELS, Shape, models, shape_of
 from locks_sglang.config import LocksConfig, flag_name, variable_name
 from locks_sglang.counters import TOLD
+from locks_sglang.evaluation import WIDTHS
 from locks_sglang.kernels.build_page_summaries import RecordLayout
 from locks_sglang.kernels.common import PAGE_SIZE
+from locks_sglang.report.charts import Series, line_chart, log_axis, nice_axis, standalone
 from locks_sglang.report.data import KINDS, Kind, Row, read
+from locks_sglang.report.html import percent
 from locks_sglang.report.views import NONE, cases
 from locks_sglang.seams import all_seams
 from locks_sglang.support import CPU_VERIFIED, FEATURES, GPU_VERIFIED, markdown_matrix
@@ -18,7 +22,21 @@ from locks_sglang.support import CPU_VERIFIED, FEATURES, GPU_VERIFIED, markdown_
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
-MASS = RESULTS / "eval_mass_smollm2_prose.json"
+FRONTIER_BUDGET = 512
+"""Budget in tokens at which the frontier is drawn."""
+FRONTIER_LINES = {
+    "page basis (locks)": ("locks", r"locks-r\d+"),
+    "fixed sketch int4": ("dense-0", r"global-r\d+-int4"),
+    "fixed sketch int8": ("dense-1", r"global-r(?!8-)\d+-int8"),
+    "channels int4": ("dense-2", r"channels-\d+-int4"),
+    "int4 / int2 keys": ("other-0", r"keys-int\d"),
+    "int2 keys by channel": ("other-1", r"keys-int2-channel"),
+    "min/max": ("other-2", "min-max"),
+    "page mean": ("none", "page-mean"),
+}
+"""Lines of the drawing, their style, and the names of their methods."""
+OUTPUTS = ("oracle", "locks-r8", "locks-r4", "locks-r2", "locks-r1", "page-mean", "min-max", "global-r60-int4")
+"""Methods whose output errors are shown."""
 DECODE = RESULTS / "decode.jsonl"
 KERNELS = RESULTS / "kernels.jsonl"
 
@@ -187,32 +205,124 @@ def seam_table() -> str:
     return "\n".join(rows)
 
 
-def mass_table() -> str:
-    """Attention mass captured by each selector, from the results file."""
-    result = json.loads(MASS.read_text())
-    versions, text, model = result["versions"], result["text"], result["model"]
-    budgets = result["budgets"]
-    rows = [
-        f"| selector | bytes a page and head | {' | '.join(str(budget) for budget in budgets)} |",
-        "|---|---|" + "---|" * len(budgets),
-    ]
-    for method in result["methods"]:
-        mass = " | ".join(f"{value:.3f}" for value in method["mass"])
-        rows.append(f"| {method['label']} | {method['bytes_per_page']} | {mass} |")
-    worst = "; ".join(
-        f"layer {entry['layer']} {entry['ratio']:.3f} at {budget}"
-        for budget, entry in zip(budgets, result["worst_layer"], strict=True)
-    )
-    what = (
-        f"{model['name']}, {text['tokens']} tokens of {text['description']}, mean over all {model['layers']} layers, "
-        f"all query heads and the last {result['late_queries']} positions"
-    )
-    where = f"SGLang {versions['sglang']}, torch {versions['torch']}, {result['device']}, {model['dtype']}"
-    how = f"`locks-sglang eval mass --tokens {text['tokens']} --text {text['name']} --json FILE`"
+def evaluations(kind: str) -> list[Row]:
+    """Rows of `eval mass` or `eval output` in the results, by file name."""
+    return list(read(sorted(RESULTS.glob(f"eval_{kind}_*.json"))).of(kind))
+
+
+def _measured(row: Row) -> str:
+    """What a file of an evaluation measured."""
+    text, other, layers = row.get("text"), row.get("calibration"), len(row.get("layers"))
     return (
-        f"Share of the attention mass that the chosen pages hold, by budget in tokens: {what}. {where}; made by {how}, kept in "
-        f"`{MASS.relative_to(ROOT)}`.\n\n" + "\n".join(rows) + f"\n\nWorst layers of r = 8 against the oracle: {worst}."
+        f"{row.model}, {text['tokens']:,} tokens of {text['name']}, {layers} of {row.get('model.layers')} layers, last "
+        f"{row.get('late_queries')} positions; fixed parts of other methods from {other['tokens']:,} tokens of {other['name']}"
     )
+
+
+def _origin(row: Row) -> str:
+    """Where a file of an evaluation was made, and how."""
+    where = (
+        f"SGLang {row.get('versions.sglang')}, torch {row.get('versions.torch')}, {row.get('device')}, {row.get('model.dtype')}"
+    )
+    return f"{where}, commit {row.get('commit')}, seed {row.get('seed')}; `{(RESULTS / row.file).relative_to(ROOT)}`."
+
+
+def _budget_head(row: Row, *first: str) -> list[str]:
+    columns = [*first, *(str(budget) for budget in row.get("budgets"))]
+    return [f"| {' | '.join(columns)} |", "|---|" + "---|" * (len(columns) - 1)]
+
+
+def criteria_table() -> str:
+    """What rank 8 captures of the oracle's mass, in every run, and whether that is enough."""
+    parts = []
+    for row in evaluations("mass"):
+        rows = _budget_head(row, "locks r=8 / oracle")
+        rows.append(f"| mean over the layers | {' | '.join(f'{ratio:.3f}' for ratio in row.get('ratio'))} |")
+        worst = (f"{entry['ratio']:.3f} (layer {entry['layer']})" for entry in row.get("worst_layer"))
+        rows.append(f"| worst layer | {' | '.join(worst)} |")
+        wrong = "".join(f"\n- {sentence}" for sentence in row.get("failures"))
+        verdict = f"What is not as required:\n{wrong}" if wrong else "Everything that is required holds."
+        parts.append(f"**{_measured(row)}.**\n\n" + "\n".join(rows) + f"\n\n{verdict}")
+    return "\n\n".join(parts)
+
+
+def frontier_tables() -> str:
+    """Quality against stored bytes: a drawing, the methods on the frontier, and where the page basis is behind."""
+    parts = []
+    for row in evaluations("mass"):
+        stored = [method for method in row.get("methods") if method["beaten_by"] is not None]
+        kept = [m for m in stored if None in m["beaten_by"]]
+        rows = _budget_head(row, "on the frontier (bold)", "bytes a token and head")
+        for method in sorted(kept, key=lambda method: method["bytes_per_page"]):
+            cells = zip(method["mass"], method["beaten_by"], strict=True)
+            mass = " | ".join(f"{value:.3f}" if name else f"**{value:.3f}**" for value, name in cells)
+            rows.append(f"| {method['label']} | {method['bytes_per_token']:g} | {mass} |")
+        behind = "".join(f"\n- {sentence}" for sentence in row.get("behind"))
+        told = f"Where the page basis is behind:\n{behind}" if behind else "Nowhere is the page basis behind."
+        parts.append(f"**{_measured(row)}.**\n\n![{_drawn(row)}]({_picture(row)})\n\n" + "\n".join(rows) + f"\n\n{told}")
+    return "\n\n".join(parts)
+
+
+def _picture(row: Row) -> str:
+    return row.file.replace("eval_mass", "frontier").replace(".json", ".svg")
+
+
+def _drawn(row: Row) -> str:
+    return (
+        f"Attention mass at {FRONTIER_BUDGET} tokens against stored bytes a token and head: {row.model}, {row.get('text.name')}"
+    )
+
+
+def frontier_drawings() -> dict[Path, str]:
+    """Mass against stored bytes, one drawing a results file."""
+    drawn = {}
+    for row in evaluations("mass"):
+        at = row.get("budgets").index(FRONTIER_BUDGET)
+        lines = []
+        for label, (style, pattern) in FRONTIER_LINES.items():
+            found = [n for n, method in enumerate(row.get("methods")) if re.fullmatch(pattern, method["name"])]
+            points = [(row.figure(f"methods.{n}.bytes_per_token"), row.figure(f"methods.{n}.mass.{at}")) for n in found]
+            lines.append(Series(label, style, sorted(points, key=lambda point: point[0].value)))
+        sizes = [size for line in lines for size, _ in line.points]
+        chart = line_chart(
+            lines,
+            log_axis(sizes, lambda value: f"{value:g}"),
+            nice_axis([mass.value for line in lines for _, mass in line.points], lambda value: f"{100 * value:.0f} %", None),
+            title=_drawn(row),
+            x_title="stored bytes a token and KV head",
+            text=percent,
+        )
+        drawn[DOCS / _picture(row)] = standalone(chart)
+    return drawn
+
+
+def output_tables() -> str:
+    """Relative error of the attention output, from the results files."""
+    parts = []
+    for row in evaluations("output"):
+        rows = _budget_head(row, "pages chosen by, and correction", "bytes a token and head")
+        for method in row.get("methods"):
+            if method["selector"] not in OUTPUTS:
+                continue
+            errors = " | ".join(f"{value:.3f}" for value in method["error"])
+            rows.append(f"| {method['label']} | {method['bytes_per_token']:g} | {errors} |")
+        harm = "".join(f"\n- {sentence}" for sentence in row.get("harm") if " locks " in sentence)
+        told = f"Where a correction of the page basis raises the error beyond the spread:\n{harm}\n\n" if harm else ""
+        parts.append(f"**{_measured(row)}.**\n\n" + "\n".join(rows) + f"\n\n{told}{_origin(row)}")
+    return "\n\n".join(parts)
+
+
+def mass_table() -> str:
+    """Attention mass captured by each method, from the results files; other widths of the records are left to the frontier."""
+    parts = []
+    for row in evaluations("mass"):
+        rows = _budget_head(row, "method", "bytes a token and head")
+        for method in row.get("methods"):
+            if method["family"] != WIDTHS:
+                mass = " | ".join(f"{value:.3f}" for value in method["mass"])
+                rows.append(f"| {method['label']} | {method['bytes_per_token']:g} | {mass} |")
+        parts.append(f"**{_measured(row)}.**\n\n" + "\n".join(rows) + f"\n\n{_origin(row)}")
+    return "\n\n".join(parts)
 
 
 SECTIONS = {
@@ -225,7 +335,12 @@ SECTIONS = {
     DOCS / "configuration.md": {"settings": settings_table},
     DOCS / "support.md": {"versions": version_line, "matrix": markdown_matrix},
     DOCS / "serving.md": {"gpu-line": gpu_line, "counters": counter_table, "memory": memory_table},
-    DOCS / "quality.md": {"measured": mass_table},
+    DOCS / "quality.md": {
+        "criteria": criteria_table,
+        "measured": mass_table,
+        "frontier": frontier_tables,
+        "output": output_tables,
+    },
     DOCS / "speed.md": {"decode": decode_tables, "kernels": kernel_table},
     DOCS / "report.md": {"kinds": kinds_table},
     DOCS / "metrics.md": {"metrics": metrics.markdown_table},
@@ -250,3 +365,5 @@ def render(page: Path) -> str:
 if __name__ == "__main__":
     for page in SECTIONS:
         page.write_text(render(page))
+    for picture, text in frontier_drawings().items():
+        picture.write_text(text)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from locks_sglang.cli import main
-from locks_sglang.config import ConfigError
 from locks_sglang.evaluation.agreement import (
     Divergence,
     ForcedRow,
@@ -18,7 +17,6 @@ from locks_sglang.evaluation.agreement import (
     cell,
     format_result,
     geometric_means,
-    parse_method,
     prompts_of_text,
     rows_of_text,
 )
@@ -43,13 +41,9 @@ def test_prompts_are_parts_of_the_text_that_all_begin_as_it_does() -> None:
 
 
 def test_methods_are_selectors_with_or_without_a_tail() -> None:
-    assert parse_method("locks") == Method("locks")
-    assert parse_method("oracle:qmu") == Method("oracle", "qmu")
-    assert parse_method("oracle:qmu").name == "oracle:qmu"
-    assert parse_method("locks:off").settings(64) == {"budget_tokens": 64, "tail_correction": "off"}
-    for text, said in (("orcale", "did you mean oracle"), ("locks:of", "did you mean off")):
-        with pytest.raises(ConfigError, match=said):
-            parse_method(text)
+    assert Method("oracle", "qmu").name == "oracle/qmu"
+    assert Method("locks", "off").settings(64) == {"budget_tokens": 64, "tail_correction": "off"}
+    assert (Method("locks").name, Method("locks").settings(64)) == ("locks", {"budget_tokens": 64})
 
 
 def test_divergence_is_that_of_dense_after_the_same_tokens() -> None:
@@ -115,7 +109,6 @@ def test_geometric_means_go_over_the_cells_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--methods", "locks,orcale"], "'orcale' is unknown here; did you mean oracle?"),
         (["--budgets", "50"], "budget_tokens = 50 is not allowed"),
         (["--tokens", "100", "--positions", "200"], "of a text of 100 tokens"),
         (["--tokens", "100", "--answer", "5", "--rows", "60"], "100 tokens do not make 60 prompts"),
@@ -124,6 +117,13 @@ def test_geometric_means_go_over_the_cells_of_a_model() -> None:
 def test_bad_arguments(arguments: list[str], said: str, model_path: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "agreement", "--device", "cpu", "--model", model_path, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("selector", ["orcale", "locks/of", "window/qmu", "locks,locks"])
+def test_bad_selectors(selector: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "agreement", "--selectors", selector])
+    assert "argument --selectors" in capsys.readouterr().err
 
 
 @pytest.mark.server
@@ -144,7 +144,7 @@ def test_command(source: str, model_path: str, tmp_path: Path) -> None:
         "--rows",
         "2",
     ]
-    command += ["--budgets", "64,2048", "--methods", "locks,oracle", "--tokens", "400", "--json", str(file)]
+    command += ["--budgets", "64,2048", "--selectors", "locks,oracle", "--tokens", "400", "--json", str(file)]
     command += ["--positions", "12"] if source == "text" else ["--answer", "6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -544,7 +544,7 @@ def test_a_mass_file_must_be_whole() -> None:
     whole = json.loads((RESULTS / "eval_mass_smollm2_prose.json").read_text())
     whole["methods"][1]["mass"].pop()
     complaint = KINDS["mass"].check(Row("m.json", 0, whole))
-    assert complaint == "methods.1.mass must be 6 numbers, one a budget"
+    assert complaint == "methods.1.mass must be 7 numbers, one a budget"
 
 
 def test_other_files_of_a_folder_are_named_and_not_drawn(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from ..benchmarks.kernels import commit
 from ..config import load_config
 from ..inprocess import InProcessServer, Request
 from .capture import TIMEOUT_S, CaptureError, cpu_arguments
-from .served import to_numbers
 from .serving import ServedText, read_text
 
 ORACLE = "oracle"
@@ -47,24 +46,12 @@ class Method:
     @property
     def name(self) -> str:
         """As it is written on the command line."""
-        return self.selector + (f":{self.tail_correction}" if self.tail_correction else "")
+        return self.selector + (f"/{self.tail_correction}" if self.tail_correction else "")
 
     def settings(self, budget_tokens: int) -> dict[str, Any]:
         """What `Evaluation.switch` takes beside the selector."""
         tail = {} if self.tail_correction is None else {"tail_correction": self.tail_correction}
         return {"budget_tokens": budget_tokens, **tail}
-
-
-def parse_method(text: str) -> Method:
-    """The method that is written SELECTOR or SELECTOR:TAIL.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    selector, _, tail = text.partition(":")
-    method = Method(selector, tail or None)
-    to_numbers(selector, method.settings(2048))
-    return method
 
 
 @dataclass(frozen=True)
@@ -322,7 +309,7 @@ def run(given: argparse.Namespace) -> int:
         ConfigError: a method or a budget that the product would refuse. TextError, ModelError: see `read_text`.
         CaptureError: the text does not fit the model's context, or what was asked for does not fit the text.
     """
-    methods = [parse_method(name) for name in given.methods.split(",")]
+    methods = [Method(*selector) for selector in given.selectors]
     for budget in given.budgets:
         dataclasses.replace(load_config().config, budget_tokens=budget)
     text = read_text(given)

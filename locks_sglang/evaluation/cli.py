@@ -9,10 +9,10 @@ from pathlib import Path
 from ..benchmarks.kernels import whole
 from ..config import TAIL_CORRECTIONS, ConfigError
 from ..models import ModelError
+from . import SELECTORS, WITHOUT_TAIL
 
 DEFAULT_MAP = Path("attention_map.json")
 RULER_TASKS = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
-SELECTORS = ("dense", "locks", "oracle", "page-mean", "min-max", "random", "window", "heavy-hitter")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = "attention mass that page selection captures, by method and budget"
     of_mass = commands.add_parser("mass", help=text, description=f"Measure the {text}, on keys and queries of a served run.")
     _add_run_options(of_mass)
-    _add_layer_options(of_mass)
+    _add_capture_options(of_mass)
+    text = "relative error of the attention output, with and without tail correction"
+    of_output = commands.add_parser("output", help=text, description=f"Measure the {text}, on a served run.")
+    _add_run_options(of_output)
+    _add_capture_options(of_output)
     text = "pages that each KV head reads while one request is answered"
     told = (
         f"Record the {text}, for `locks-sglang report`. The file ({DEFAULT_MAP} without --json) holds the text of the request."
@@ -69,12 +73,12 @@ def _evaluation(name: str) -> tuple[Callable[[argparse.Namespace], int], tuple[t
     # Imported only now, so that --help needs neither torch nor SGLang, and those that ask a server need no SGLang.
     from .text import TextError
 
-    if name in ("mass", "map", "agreement"):
-        from . import agreement, attention_map, mass
+    if name in ("mass", "output", "map", "agreement"):
+        from . import agreement, attention_map, mass, output
         from .capture import CaptureError
 
-        served = {"mass": mass.run, "map": attention_map.run, "agreement": agreement.run}
-        return served[name], (ConfigError, ModelError, TextError, CaptureError)
+        runs = {"mass": mass.run, "output": output.run, "map": attention_map.run, "agreement": agreement.run}
+        return runs[name], (ConfigError, ModelError, TextError, CaptureError)
     from .client import ClientError
     from .public import PublicError
 
@@ -107,15 +111,25 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results, with all that led to them")
 
 
-def _add_layer_options(parser: argparse.ArgumentParser) -> None:
-    """Options of evaluations that work layer by layer."""
+def _add_capture_options(parser: argparse.ArgumentParser) -> None:
+    """Options of evaluations that work layer by layer on what was captured of a run."""
+    parser.add_argument(
+        "--calibration",
+        metavar="TEXT",
+        help="another text, on which methods that need it are calibrated (default: code for prose, prose for all else)",
+    )
+    parser.add_argument(
+        "--queries", type=whole(2, 64), default=8, metavar="N", help="last positions whose queries are kept (%(default)s)"
+    )
+    parser.add_argument(
+        "--capture", type=Path, metavar="FILE", help="take the served run from this file, or keep it there if there is none"
+    )
     parser.add_argument("--layers", type=_layer_step, default=1, metavar="all|every:N", help="layers to measure (default: all)")
     parser.add_argument(
         "--budgets",
         type=_budgets,
-        default=[64, 128, 256, 512, 1024, 2048],
         metavar="TOKENS,...",
-        help="tokens that a KV head may read (default: 64,128,256,512,1024,2048)",
+        help="tokens that a KV head may read (default: 64, 128 and so on to 4096, as far as they are fewer than the prompt's)",
     )
 
 
@@ -130,10 +144,12 @@ def _add_map_options(parser: argparse.ArgumentParser) -> None:
 def _add_agreement_options(parser: argparse.ArgumentParser) -> None:
     """Options of what decodes forced tokens."""
     parser.add_argument(
-        "--methods",
-        default="oracle,locks,locks:off,locks:qmu,locks:flat",
-        metavar="SELECTOR[:TAIL],...",
-        help="locks, oracle, page-mean, min-max, random, window, heavy-hitter; with a tail correction (default %(default)s)",
+        "--selectors",
+        type=_selectors,
+        default=[("oracle", None), ("locks", None), *(("locks", tail) for tail in TAIL_CORRECTIONS)],
+        metavar="NAME,...",
+        help=f"{','.join(SELECTORS)}; /off, /qmu or /flat behind a name is a tail correction (default: oracle,locks and locks "
+        "with every tail correction)",
     )
     parser.add_argument(
         "--budgets",
@@ -208,7 +224,7 @@ def _add_ruler_options(parser: argparse.ArgumentParser) -> None:
         type=_selectors,
         default=[("dense", None), ("locks", None), ("oracle", None)],
         metavar="NAME,...",
-        help=f"beside dense, which is always asked: {','.join(SELECTORS[1:])}; /off, /qmu or /flat behind a name is a tail "
+        help=f"{','.join(SELECTORS)}, of which dense is always asked; /off, /qmu or /flat behind a name is a tail "
         "correction (default: locks,oracle)",
     )
     parser.add_argument(
@@ -264,9 +280,10 @@ def _selectors(value: str) -> list[tuple[str, str | None]]:
     found: list[tuple[str, str | None]] = []
     for name in value.split(","):
         selector, slash, tail = name.partition("/")
-        if selector not in SELECTORS or (slash and (tail not in TAIL_CORRECTIONS or selector == "dense")):
+        if selector not in SELECTORS or (slash and (tail not in TAIL_CORRECTIONS or selector in WITHOUT_TAIL)):
             raise argparse.ArgumentTypeError(
-                f"{name!r} is none of {','.join(SELECTORS)}, nor one but dense with /{', /'.join(TAIL_CORRECTIONS)} behind it"
+                f"{name!r} is none of {','.join(SELECTORS)}, nor one but {', '.join(WITHOUT_TAIL)} with "
+                f"/{', /'.join(TAIL_CORRECTIONS)} behind it"
             )
         found.append((selector, tail or None))
     if len(set(found)) < len(found):

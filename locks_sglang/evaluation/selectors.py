@@ -11,13 +11,29 @@ from typing import Any
 
 import torch
 
-from ..kernels.build_page_summaries import PageSummaries, RecordLayout
+from ..kernels.build_page_summaries import PageFactors, PageSummaries, RecordLayout
 from ..kernels.build_page_summaries.record import ALIGNMENT, quantize
 from ..kernels.common import PAGE_SIZE, gqa_queries, soft_cap
 from ..ops import build_page_summaries, page_lse
+from . import WIDTHS
+from .calibration import fit_basis
 from .capture import LayerCapture, LayerKeys
 
 BF16_BYTES = 2
+
+LEAST_WEIGHT = 0.01
+"""Of a channel, where the mean of a KV head's channels is 1."""
+
+LOCKS = "locks"
+GLOBAL = "global sketch"
+NOTHING_STORED = ("oracle", "random")
+IN_SAMPLE = "global sketch, in sample"
+OTHERS = (GLOBAL, "page mean", "min/max", "copy of the keys", "channels")
+"""Families that the page basis is compared with. Not `IN_SAMPLE`, whose basis was fitted to what it is tried on."""
+
+RANKS = (8, 4, 2, 1)
+OTHER_WIDTHS = ((4, 4), (8, 4), (8, 8), (16, 4), (16, 8))
+"""Bits of basis and coefficients beside those of the served record, (4, 8). 16 is bf16."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +43,23 @@ class Selector:
     Args:
         name: short and stable, for files.
         label: for tables.
+        family: methods that differ in size alone.
         bytes_per_page: what the estimate reads of one page and KV head, in bytes, as it would be stored beside a bf16
-            cache.
+            cache, padded to 64 like a packed record.
         page_lse: fp32 [B, Hq, N] of a layer: -inf past a query's pages, +inf where there is no estimate, as `ops.page_lse`.
             Takes `LayerKeys`, or `LayerCapture` where the method needs more of the layer than its keys.
     """
 
     name: str
     label: str
+    family: str
     bytes_per_page: int
     page_lse: Callable[[Any], torch.Tensor]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of one KV head."""
+        return self.bytes_per_page / PAGE_SIZE
 
 
 def default_selectors(head_dim: int, v_head_dim: int, seed: int) -> list[Selector]:
@@ -46,12 +69,34 @@ def default_selectors(head_dim: int, v_head_dim: int, seed: int) -> list[Selecto
         head_dim, v_head_dim: D and Dv.
         seed: of whatever a method draws by lot.
     """
-    locks = [locks_selector(rank, head_dim, v_head_dim) for rank in (8, 4, 2)]
+    locks = [locks_selector(rank, head_dim, v_head_dim) for rank in RANKS]
+    widths = [locks_widths(rank, *bits, head_dim) for rank in RANKS for bits in OTHER_WIDTHS]
     shared = [global_sketch(8, 8, "same rank", seed)]
-    for page_basis in locks[:2]:
-        rank = sketch_rank(page_basis.bytes_per_page, 4, head_dim)
-        shared.append(global_sketch(rank, 4, f"bytes of {page_basis.label}", seed))
-    return [oracle(head_dim), *locks, page_mean(head_dim), min_max_bound(head_dim), *shared, random_pages(seed)]
+    sizes = {page_basis.bytes_per_page: f"bytes of {page_basis.label}" for page_basis in reversed(locks)}
+    for bits in (8, 4):
+        for size in sorted(sizes, reverse=True):
+            shared.append(global_sketch(sketch_rank(size, bits, head_dim), bits, sizes[size], seed))
+    for size in sorted(sizes, reverse=True)[:2]:
+        shared.append(global_sketch(sketch_rank(size, 4, head_dim), 4, sizes[size], seed, in_sample=True))
+    quarter = head_dim // 4
+    return [
+        oracle(head_dim),
+        *locks,
+        other_centre(8, head_dim, v_head_dim),
+        *(locks_refitted(rank, head_dim) for rank in RANKS[:2]),
+        *(locks_refitted(rank, head_dim, weighted=True) for rank in RANKS),
+        *widths,
+        page_mean(head_dim),
+        min_max_bound(head_dim),
+        *shared,
+        keys_int4(head_dim),
+        keys_int2(head_dim),
+        keys_int2_by_channel(head_dim),
+        channel_subset(quarter, 16),
+        channel_subset(quarter, 4),
+        channel_subset(sketch_rank(locks[1].bytes_per_page, 4, head_dim), 4),
+        random_pages(seed),
+    ]
 
 
 def oracle(head_dim: int) -> Selector:
@@ -60,7 +105,7 @@ def oracle(head_dim: int) -> Selector:
     def score(layer: LayerKeys) -> torch.Tensor:
         return layer.exact_lse()
 
-    return Selector("oracle", "exact-LSE oracle", PAGE_SIZE * head_dim * BF16_BYTES, score)
+    return Selector("oracle", "exact-LSE oracle", "oracle", PAGE_SIZE * head_dim * BF16_BYTES, score)
 
 
 def locks_selector(rank: int, head_dim: int, v_head_dim: int) -> Selector:
@@ -70,22 +115,119 @@ def locks_selector(rank: int, head_dim: int, v_head_dim: int) -> Selector:
     """
 
     def score(layer: LayerCapture) -> torch.Tensor:
-        summaries = layer.summaries
-        if summaries.layout.rank != rank:
-            built = build_page_summaries(layer.keys, layer.values, rank, center=summaries.center, value_mean=False)
-            summaries = PageSummaries(built.layout, summaries.valid, built.center, record=built.record, values=built.values)
-        return page_lse(
-            layer.queries,
-            summaries,
-            layer.page_table,
-            layer.num_pages,
-            layer.sm_scale,
-            seq_lens=layer.seq_lens,
-            logit_cap=layer.logit_cap,
-        )
+        return _summary_lse(layer, ranked_summaries(layer, rank))
 
     size = RecordLayout(head_dim, v_head_dim, rank, value_mean=False).summary_bytes
-    return Selector(f"locks-r{rank}", f"locks r={rank}", size, score)
+    return Selector(f"locks-r{rank}", f"locks r={rank}", LOCKS, size, score)
+
+
+def ranked_summaries(layer: LayerCapture, rank: int) -> PageSummaries:
+    """The records that the server built, or for another rank such as it would have built, value means included."""
+    served = layer.summaries
+    if served.layout.rank == rank:
+        return served
+    built = build_page_summaries(layer.keys, layer.values, rank, center=served.center, value_mean=served.layout.value_mean)
+    return PageSummaries(built.layout, served.valid, built.center, record=built.record, values=built.values)
+
+
+def other_centre(rank: int, head_dim: int, v_head_dim: int) -> Selector:
+    """Records whose centre is the mean key of the calibration text, as on a server that saw that text first."""
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        center = layer.calibration.mean
+        built = build_page_summaries(layer.keys, layer.values, rank, center=center, value_mean=False)
+        return _summary_lse(layer, PageSummaries(built.layout, layer.summaries.valid, center, record=built.record))
+
+    size = RecordLayout(head_dim, v_head_dim, rank, value_mean=False).summary_bytes
+    return Selector(f"locks-r{rank}-centre", f"locks r={rank}, centre of other text", WIDTHS, size, score)
+
+
+def locks_widths(rank: int, basis_bits: int, coef_bits: int, head_dim: int) -> Selector:
+    """The page's own basis with other bits than the served record has, around the served centre; 16 stands for bf16."""
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        center = layer.summaries.center
+        whole = build_page_summaries(layer.keys, layer.values, rank, quantize=False, center=center, value_mean=False)
+        assert whole.factors is not None
+        f = whole.factors
+        basis = _rounded(f.basis.transpose(-1, -2), basis_bits).transpose(-1, -2)
+        factors = PageFactors(_rounded(f.mean, 8), basis, _rounded(f.coef, coef_bits), None)
+        return _summary_lse(layer, PageSummaries(whole.layout, layer.summaries.valid, center, factors=factors))
+
+    told = {4: "int4", 8: "int8", 16: "bf16"}
+    label = f"locks r={rank}, basis {told[basis_bits]}, coefficients {told[coef_bits]}"
+    size = record_bytes(rank, basis_bits, coef_bits, head_dim)
+    return Selector(f"locks-r{rank}-b{basis_bits}-c{coef_bits}", label, WIDTHS, size, score)
+
+
+def locks_refitted(rank: int, head_dim: int, *, weighted: bool = False) -> Selector:
+    """Served widths, but coefficients are fitted by least squares to the basis as it was rounded: no byte more, and nothing for
+    the scan to do. An experiment of the evaluation.
+
+    Args:
+        weighted: also summarise k_i w_i instead of k_i, and multiply queries by 1 / w_i, with fixed weights for the channels of
+            a KV head: what counts is the error of q.k, so channels in which queries are large deserve more of the rank and of
+            the levels. w_i is the mean |q_i k_i| of the calibration text over the mean |k_i| of the prompt.
+    """
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        center = layer.summaries.center
+        weights = torch.ones_like(center)
+        if weighted:
+            tokens = layer.keys.flatten(0, 1)[: int(layer.seq_lens.max())]
+            weights = layer.calibration.channels / tokens.abs().mean(0).clamp_min(torch.finfo(torch.float32).tiny)
+            weights = weights / weights.mean(-1, keepdim=True)
+            weights = weights.clamp_min(LEAST_WEIGHT)
+        whole = build_page_summaries(
+            layer.keys * weights, layer.values, rank, quantize=False, center=center * weights, value_mean=False
+        )
+        assert whole.factors is not None
+        keys = (layer.keys * weights).transpose(1, 2)
+        basis = _rounded(whole.factors.basis.transpose(-1, -2), 4).transpose(-1, -2)
+        gram = basis.transpose(-1, -2) @ basis
+        # A page of equal keys has columns that are zero: its coefficients stay zero.
+        inverse = torch.linalg.pinv(gram, hermitian=True)
+        coef = (keys - keys.mean(2, keepdim=True)) @ basis @ inverse
+        # 1 / w_i goes to the factors here; a server would multiply each query by it once.
+        mean = _rounded(whole.factors.mean, 8) / weights
+        factors = PageFactors(mean, basis / weights.unsqueeze(-1), _rounded(coef, 8), None)
+        return _summary_lse(layer, PageSummaries(whole.layout, layer.summaries.valid, center, factors=factors))
+
+    size = record_bytes(rank, 4, 8, head_dim)
+    if weighted:
+        return Selector(f"locks-r{rank}-weighted", f"locks r={rank}, channels weighted by queries", WIDTHS, size, score)
+    return Selector(f"locks-r{rank}-refitted", f"locks r={rank}, coefficients fitted to the rounded basis", WIDTHS, size, score)
+
+
+def _rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x as it is read back from symmetric integers with one bf16 scale for the last dimension, or from bf16."""
+    if bits == 16:
+        return x.to(torch.bfloat16).float()
+    integers, scale = quantize(x, -1, 2 ** (bits - 1) - 1)
+    return integers * scale.float().unsqueeze(-1)
+
+
+def record_bytes(rank: int, basis_bits: int, coef_bits: int, head_dim: int) -> int:
+    """Bytes of a record like the packed one but for its bits: sections, scales and padding as there, no value mean."""
+    layout = RecordLayout(head_dim, head_dim, rank, value_mean=False)
+    scales = layout.sections["scales"][1]
+    return _padded(rank * head_dim * basis_bits // 8 + PAGE_SIZE * (rank + rank % 2) * coef_bits // 8 + head_dim + scales)
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _summary_lse(layer: LayerCapture, summaries: PageSummaries) -> torch.Tensor:
+    return page_lse(
+        layer.queries,
+        summaries,
+        layer.page_table,
+        layer.num_pages,
+        layer.sm_scale,
+        seq_lens=layer.seq_lens,
+        logit_cap=layer.logit_cap,
+    )
 
 
 def page_mean(head_dim: int) -> Selector:
@@ -96,7 +238,7 @@ def page_mean(head_dim: int) -> Selector:
         logits = torch.einsum("bhgd,nhd->bhgn", _queries(layer), mean)
         return _as_page_lse(_logits(layer, logits) + math.log(PAGE_SIZE), layer)
 
-    return Selector("page-mean", "page mean of keys", head_dim * BF16_BYTES, score)
+    return Selector("page-mean", "page mean of keys", "page mean", head_dim * BF16_BYTES, score)
 
 
 def min_max_bound(head_dim: int) -> Selector:
@@ -106,7 +248,7 @@ def min_max_bound(head_dim: int) -> Selector:
     def score(layer: LayerKeys) -> torch.Tensor:
         return _as_page_lse(_logits(layer, logit_bound(_queries(layer), layer.keys)), layer)
 
-    return Selector("min-max", "min/max bound (Quest)", 2 * head_dim * BF16_BYTES, score)
+    return Selector("min-max", "min/max bound (Quest)", "min/max", 2 * head_dim * BF16_BYTES, score)
 
 
 def logit_bound(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -117,8 +259,8 @@ def logit_bound(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     )
 
 
-def global_sketch(rank: int, bits: int, note: str, seed: int = 0) -> Selector:
-    """One basis a KV head, shared by all pages and fitted over all keys of the prompt; coefficients a token.
+def global_sketch(rank: int, bits: int, note: str, seed: int = 0, *, in_sample: bool = False) -> Selector:
+    """One fixed basis a KV head, shared by all pages and fitted over the calibration text; coefficients a token.
 
     Coefficients take `bits` each and one bf16 scale a token. The basis and the mean of all keys are kept whole and, being
     shared by all pages, count no bytes.
@@ -127,31 +269,25 @@ def global_sketch(rank: int, bits: int, note: str, seed: int = 0) -> Selector:
         note: what the label says of the size.
         seed: of the rotation that spreads each token evenly over its coefficients. Along principal directions the first
             few would set the scale, and four bits would lose the rest: on SmolLM2 the rotation gains up to 0.003 of mass.
+        in_sample: fit the basis over the measured prompt itself instead, which no fixed basis can be.
     """
 
     def score(layer: LayerCapture) -> torch.Tensor:
-        tokens = layer.keys.flatten(0, 1)[: int(layer.seq_lens.max())]
-        mean, basis = fit_basis(tokens, rank)
+        if in_sample:
+            mean, basis = fit_basis(layer.keys.flatten(0, 1)[: int(layer.seq_lens.max())], rank)
+        else:
+            mean, basis = layer.calibration.mean, layer.calibration.directions[..., :rank]
         basis = basis @ _rotation(rank, seed).to(basis.device)
-        coef = torch.einsum("nphd,hdr->nphr", layer.keys - mean, basis)
-        integers, scale = quantize(coef, -1, 2 ** (bits - 1) - 1)
-        coef = integers * scale.float().unsqueeze(-1)
+        coef = _rounded(torch.einsum("nphd,hdr->nphr", layer.keys - mean, basis), bits)
         queries = _queries(layer)
         projected = torch.einsum("bhgd,hdr->bhgr", queries, basis)
-        logits = torch.einsum("bhgr,nphr->bhgnp", projected, coef)
-        logits = logits + torch.einsum("bhgd,hd->bhg", queries, mean)[..., None, None]
-        return _as_page_lse(torch.logsumexp(_logits(layer, logits), -1), layer)
+        return _token_lse(layer, projected, coef, _with_centre(queries, mean))
 
-    label = f"global sketch r={rank}, {note}"
-    return Selector(f"global-r{rank}-int{bits}", label, sketch_bytes(rank, bits), score)
-
-
-def fit_basis(keys: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean [H, D] and the `rank` principal directions [H, D, R] of keys [T, H, D]."""
-    mean = keys.mean(0)
-    centred = (keys - mean).transpose(0, 1).double()
-    directions = torch.linalg.eigh(centred.transpose(-1, -2) @ centred).eigenvectors
-    return mean, directions[..., -rank:].flip(-1).float()
+    label = f"global sketch r={rank} int{bits}, {note}"
+    name, family = f"global-r{rank}-int{bits}", GLOBAL
+    if in_sample:
+        label, name, family = f"{label}, fitted in sample", f"{name}-in-sample", IN_SAMPLE
+    return Selector(name, label, family, sketch_bytes(rank, bits), score)
 
 
 def _rotation(size: int, seed: int) -> torch.Tensor:
@@ -162,8 +298,7 @@ def _rotation(size: int, seed: int) -> torch.Tensor:
 
 def sketch_bytes(rank: int, bits: int) -> int:
     """Bytes of one page and KV head of a global sketch, padded as the packed records are."""
-    used = PAGE_SIZE * (rank * bits // 8 + BF16_BYTES)
-    return -(-used // ALIGNMENT) * ALIGNMENT
+    return _padded(PAGE_SIZE * (rank * bits // 8 + BF16_BYTES))
 
 
 def sketch_rank(size: int, bits: int, head_dim: int) -> int:
@@ -171,6 +306,68 @@ def sketch_rank(size: int, bits: int, head_dim: int) -> int:
     step = 8 // bits
     fitting = [rank for rank in range(step, head_dim + 1, step) if sketch_bytes(rank, bits) <= size]
     return fitting[-1]
+
+
+def keys_int4(head_dim: int) -> Selector:
+    """All keys in symmetric int4 with one bf16 scale a token, relative to the centre of the page records."""
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        queries, center = _queries(layer), layer.summaries.center
+        return _token_lse(layer, queries, _rounded(layer.keys - center, 4), _with_centre(queries, center))
+
+    size = _padded(PAGE_SIZE * (head_dim // 2 + BF16_BYTES))
+    return Selector("keys-int4", "keys int4, a scale a token", "copy of the keys", size, score)
+
+
+def keys_int2(head_dim: int) -> Selector:
+    """All keys in asymmetric int2 with one bf16 scale and least value a token, relative to the centre of the page records."""
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        queries, center = _queries(layer), layer.summaries.center
+        return _token_lse(layer, queries, _two_bits(layer.keys - center, -1), _with_centre(queries, center))
+
+    size = _padded(PAGE_SIZE * (head_dim // 4 + 2 * BF16_BYTES))
+    return Selector("keys-int2", "keys int2, scale and minimum a token", "copy of the keys", size, score)
+
+
+def keys_int2_by_channel(head_dim: int) -> Selector:
+    """All keys in asymmetric int2 with one bf16 scale and least value a channel of each page, as KIVI stores keys."""
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        queries = _queries(layer)
+        return _token_lse(layer, queries, _two_bits(layer.keys, 1), torch.zeros_like(queries[..., 0]))
+
+    size = _padded(PAGE_SIZE * head_dim // 4 + 2 * BF16_BYTES * head_dim)
+    return Selector("keys-int2-channel", "keys int2, scale and minimum a channel of a page", "copy of the keys", size, score)
+
+
+def _two_bits(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """x as it is read back from four levels between the least and the greatest value along `dim`, both stored in bf16."""
+    least = x.amin(dim, keepdim=True).to(torch.bfloat16).float()
+    step = ((x.amax(dim, keepdim=True) - least) / 3).to(torch.bfloat16).float()
+    levels = ((x - least) / torch.where(step > 0, step, 1.0)).round().clamp(0, 3)
+    return least + levels * step
+
+
+def channel_subset(count: int, bits: int) -> Selector:
+    """Double Sparsity: `count` channels of every key, those of its KV head with the largest mean |q_i k_i| on the calibration
+    text; in bf16, or in int4 with one bf16 scale a token and relative to the centre of the page records.
+
+    Double Sparsity chooses tokens by these products; here a page's score is the log-sum-exp over its tokens.
+    """
+
+    def score(layer: LayerCapture) -> torch.Tensor:
+        chosen = layer.calibration.channels.topk(count, -1).indices
+        queries = _queries(layer)
+        queries = queries.gather(-1, chosen[None, :, None].expand(*queries.shape[:3], count))
+        keys = layer.keys.gather(-1, chosen.expand(*layer.keys.shape[:3], count))
+        center = torch.zeros_like(keys[0, 0]) if bits == 16 else layer.summaries.center.gather(-1, chosen)
+        return _token_lse(layer, queries, _rounded(keys - center, bits), _with_centre(queries, center))
+
+    told = "bf16" if bits == 16 else f"int{bits}"
+    size = _padded(PAGE_SIZE * (count * bits // 8 + (BF16_BYTES if bits < 16 else 0)))
+    label = f"{count} channels {told} (Double Sparsity), chosen on other text"
+    return Selector(f"channels-{count}-{told}", label, "channels", size, score)
 
 
 def random_pages(seed: int) -> Selector:
@@ -182,7 +379,19 @@ def random_pages(seed: int) -> Selector:
         lot = torch.rand(batch, heads, layer.keys.shape[0], generator=generator)
         return _as_page_lse(lot.to(layer.keys.device), layer)
 
-    return Selector("random", "random pages", 0, score)
+    return Selector("random", "random pages", "random", 0, score)
+
+
+def _token_lse(layer: LayerCapture, queries: torch.Tensor, tokens: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Marked estimates [B, Hq, N] from one estimated product a token: queries [B, H, G, C] with what a token keeps, tokens
+    [N, P, H, C], and offset [B, H, G], which all tokens share."""
+    products = torch.einsum("bhgc,nphc->bhgnp", queries, tokens) + offset[..., None, None]
+    return _as_page_lse(torch.logsumexp(_logits(layer, products), -1), layer)
+
+
+def _with_centre(queries: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+    """Products [B, H, G] of queries [B, H, G, C] with a centre [H, C]."""
+    return torch.einsum("bhgc,hc->bhg", queries, center)
 
 
 def _queries(layer: LayerKeys) -> torch.Tensor:

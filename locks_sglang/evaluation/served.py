@@ -18,6 +18,7 @@ from ..kernels.locks_decode import merge_tail
 from ..kernels.page_lse import page_scores
 from ..ops import select_pages, sparse_decode
 from ..plan import DecodePlan
+from . import SELECTORS, WITHOUT_TAIL
 from .capture import LayerKeys
 from .selectors import Selector, min_max_bound, oracle, page_mean, random_pages
 
@@ -32,7 +33,6 @@ WINDOW = "window"
 """The first pages and the last ones: what lies between is never read again, as in StreamingLLM."""
 HEAVY_HITTER = "heavy-hitter"
 """See `HeavyHitters`."""
-SELECTORS = ("locks", "dense", *ESTIMATES, WINDOW, HEAVY_HITTER)
 SWITCHED: dict[str, tuple[str, ...]] = {
     "budget_tokens": (),
     "sink_pages": (),
@@ -112,7 +112,7 @@ class Evaluation:
         if selector != "locks":
             settings = {"tail_correction": "off", "min_context_tokens": ALL_SHORT * (selector == "dense"), **settings}
         config = dataclasses.replace(started, **settings)
-        if config.value_mean and selector in ("dense", WINDOW, HEAVY_HITTER):
+        if config.value_mean and selector in WITHOUT_TAIL:
             raise ConfigError(f"{selector} has no tail to correct: leave tail_correction = {config.tail_correction!r} out")
         if config.value_mean and not started.value_mean:
             raise ConfigError(

@@ -1,6 +1,7 @@
 """Serve a text for an evaluation, and write down what was served."""
 
 import argparse
+import hashlib
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -11,9 +12,12 @@ import torch
 from tqdm import tqdm
 
 from .. import __version__
+from ..benchmarks.kernels import commit
+from ..config import load_config
 from ..inprocess import InProcessServer
 from ..models import checked, fetch
-from .capture import CapturedRun
+from .capture import CapturedRun, CaptureError, Run
+from .stored import StoredRun, keep
 from .text import TextError, load_text
 
 DEFAULT_MODEL = "smollm2"
@@ -22,7 +26,7 @@ MODELS_FOLDER = Path("build") / "models"
 
 LEAST_TOKENS = 64
 MOST_TOKENS = 8000
-"""Of a prompt whose length was not asked for."""
+"""Of a prompt whose length was not asked for, and of a calibration text."""
 
 
 @dataclass(frozen=True)
@@ -96,24 +100,72 @@ def read_text(given: argparse.Namespace) -> ServedText:
     return ServedText(model, device, tokenizer, ids[:tokens], given.text, description, given.seed)
 
 
-def serve_text(given: argparse.Namespace) -> tuple[CapturedRun, dict[str, Any]]:
-    """Prefill the first `tokens` tokens of a text.
+def other_text(text: str) -> str:
+    """What methods are calibrated on when nothing else is said: code for prose, prose for anything else."""
+    return "code" if text == "prose" else "prose"
+
+
+def serve_text(given: argparse.Namespace) -> tuple[Run, dict[str, Any]]:
+    """Prefill the first `tokens` tokens of a text, and as many of another one, up to `MOST_TOKENS`; or take both from a file.
 
     Args:
-        given: as for `read_text`.
+        given: as for `read_text`; `calibration`, the name of the other text or None; `queries`, late queries that are kept;
+            `capture`, a file that the run is taken from, or written to where there is none, or None.
 
     Returns:
         The run, and what identifies it, ready for JSON.
 
     Raises:
-        TextError, ModelError: see `read_text`. CaptureError: the prompt does not fit the model.
+        TextError, ModelError: see `read_text`. CaptureError: a text does not fit the model, or the file holds another run.
     """
     text = read_text(given)
+    name = given.calibration or other_text(given.text)
+    if name == given.text:
+        raise TextError(f"--calibration {name} is the measured text: methods must be calibrated on another one")
+    content, description = load_text(name)
+    ids = text.tokenizer.encode(content)[: min(len(text.ids), MOST_TOKENS)]
+    if len(ids) < LEAST_TOKENS:
+        raise TextError(f"the calibration text ({description}) has {len(ids)} tokens; at least {LEAST_TOKENS} are needed")
+    asked = {
+        "prompt_sha256": _digest(text.ids),
+        "calibration": {"name": name, "description": description, "tokens": len(ids), "sha256": _digest(ids)},
+        "late_queries": given.queries,
+    }
+    if given.capture and given.capture.exists():
+        stored = StoredRun(given.capture)
+        _check_same(stored, text, asked, given.capture)
+        return stored, stored.identity
     with tqdm(desc="prefill", unit="token x layer", unit_scale=True, disable=None) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        run = CapturedRun(text.model, text.device, text.ids, progress)
-    return run, text.identity(run.server)
+        run = CapturedRun(text.model, text.device, text.ids, ids, given.queries, progress)
+    identity = text.identity(run.server) | asked | {"served_at_commit": commit()}
+    if given.capture:
+        keep(run, identity, given.capture)
+    return run, identity
+
+
+def _digest(ids: list[int]) -> str:
+    """Sixteen hex digits that tell token sequences apart."""
+    return hashlib.sha256(str(ids).encode()).hexdigest()[:16]
+
+
+def _check_same(stored: StoredRun, text: ServedText, asked: dict[str, Any], file: Path) -> None:
+    """Refuse a stored run of something else than what is asked for.
+
+    Raises:
+        CaptureError: says what differs.
+    """
+    config = load_config().config
+    wanted = asked | {"model": Path(text.model).resolve().name, "settings": config.digest}
+    held = stored.identity | {"model": stored.identity["model"]["name"], "settings": stored.config.digest}
+    different = [key for key, value in wanted.items() if held.get(key) != value]
+    if different:
+        key = different[0]
+        raise CaptureError(
+            f"{file} holds another run: its {key} is {held.get(key)!r}, asked for is {wanted[key]!r}; name another file, or "
+            "delete it and it is made anew"
+        )

@@ -5,10 +5,15 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean
 
 from .data import Figure
 from .html import Markup, tag, traced
+
+STYLE = Path(__file__).resolve().parent / "style.css"
+STYLED = (".chart .", ".chart t", ".grid", ".axis", ".level", ".below", ".leader", ".line", ".mark")
+"""What rules of the page's style a chart needs begin with, apart from its colours and its place on the page."""
 
 WIDTH, HEIGHT = 400, 250
 TOP, BOTTOM, LEFT = 14, 40, 42
@@ -126,6 +131,18 @@ def line_chart(
         _line(drawing, line, text)
     _names(drawing, series)
     return tag("svg", tag("title", title), *drawing.parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="chart")
+
+
+def standalone(chart: Markup) -> str:
+    """A chart as a file of its own, with the colours and rules of the page."""
+    text = STYLE.read_text(encoding="utf-8")
+    rules = [line for line in text.splitlines() if line.startswith(STYLED)]
+    colours = text[: text.index("* {")]
+    style = f'{colours}svg {{ font-family: system-ui, "Liberation Sans", Arial, sans-serif; }}\n' + "\n".join(rules)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{2 * HEIGHT}" '
+    opened = chart.removeprefix("<svg ")
+    end = opened.index(">") + 1
+    return f"{head}{opened[:end]}<style>\n{style}\n</style>{opened[end:]}\n"
 
 
 def _scales(drawing: Drawing, x_title: str) -> None:

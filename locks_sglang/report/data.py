@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..evaluation import ATTENTION_MAP
+from ..evaluation import ATTENTION_MAP, ATTENTION_MASS, OUTPUT_ERROR
 
 
 class ReportError(ValueError):
@@ -108,10 +108,21 @@ def _lists_agree(row: Row) -> str:
     """Of a mass evaluation: one share a budget."""
     budgets = row.get("budgets")
     for index, method in enumerate(row.get("methods")):
-        if not isinstance(method, dict) or not {"name", "label", "bytes_per_page", "mass"} <= set(method):
-            return f"methods.{index} lacks name, label, bytes_per_page or mass"
+        if not isinstance(method, dict) or not {"name", "label", "family", "bytes_per_page", "mass"} <= set(method):
+            return f"methods.{index} lacks name, label, family, bytes_per_page or mass"
         if not _numbers(method["mass"]) or len(method["mass"]) != len(budgets):
             return f"methods.{index}.mass must be {len(budgets)} numbers, one a budget"
+    return ""
+
+
+def _errors_agree(row: Row) -> str:
+    """Of an evaluation of outputs: one error a budget."""
+    budgets = row.get("budgets")
+    for index, method in enumerate(row.get("methods")):
+        if not isinstance(method, dict) or not {"label", "selector", "bytes_per_page", "error"} <= set(method):
+            return f"methods.{index} lacks label, selector, bytes_per_page or error"
+        if not _numbers(method["error"]) or len(method["error"]) != len(budgets):
+            return f"methods.{index}.error must be {len(budgets)} numbers, one a budget"
     return ""
 
 
@@ -168,10 +179,18 @@ KINDS = {
     "mass": Kind(
         "attention mass captured",
         "locks-sglang eval mass --json FILE",
-        lambda row: "methods" in row and "budgets" in row,
+        lambda row: row.get("kind") == ATTENTION_MASS,
         ("text.tokens", "late_queries", "page_tokens"),
         ("model.name", "device", "budgets", "layers", "methods"),
         _lists_agree,
+    ),
+    "output": Kind(
+        "error of the attention output",
+        "locks-sglang eval output --json FILE",
+        lambda row: row.get("kind") == OUTPUT_ERROR,
+        ("text.tokens", "late_queries", "page_tokens"),
+        ("model.name", "device", "budgets", "layers", "methods"),
+        _errors_agree,
     ),
     "map": Kind(
         "attention map of one request",

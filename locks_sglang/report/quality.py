@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ..evaluation import WIDTHS
 from . import views
 from .charts import Series, line_chart, log_axis, nice_axis
 from .data import Figure, Results, Row
@@ -11,7 +12,9 @@ from .parts import DIMS, Sources, figure, missing, section
 RANKS = range(1, 16)
 TABLE_RANKS = (8, 4, 2)
 CHARTED = ("oracle", "locks-r8", "locks-r4", "locks-r2", "min-max", "page-mean")
-"""Methods that get a line; the table has all."""
+"""Methods that get a line; the table has all but other widths of the records."""
+OUTPUTS = ("oracle", "locks-r8", "locks-r4", "min-max", "page-mean")
+"""Choices of pages whose output errors are shown, with all their corrections."""
 MASS_STYLES = ("dense-0", "locks", "other-0", "other-1", "dense-2", "dense-1")
 
 WORDS = {
@@ -29,7 +32,11 @@ def quality(results: Results, sources: Sources) -> Markup:
         return section("quality", title, missing("mass", "Attention mass that the chosen pages hold, by budget."))
     first, *rest = [_mass(row, sources) for row in reversed(rows)]
     more = [tag("details", tag("summary", "Other models and texts"), *rest)] if rest else []
-    return section("quality", title, first, *more)
+    errors = [
+        _output(row, sources) for row in reversed(results.last("output", "model.name", "text.name", "text.tokens", "settings"))
+    ]
+    outputs = [tag("details", tag("summary", "Error of the attention output"), *errors)] if errors else []
+    return section("quality", title, first, *more, *outputs)
 
 
 def _mass(row: Row, sources: Sources) -> Markup:
@@ -66,11 +73,37 @@ def _mass(row: Row, sources: Sources) -> Markup:
     head = ["captured, by budget in tokens", "bytes a page", *(joined((shown(b, count(b.value)), unit)) for b in budgets)]
     body: list[list[object]] = []
     for index, entry in methods.values():
+        if entry["family"] == WIDTHS:
+            continue
         size = row.figure(f"methods.{index}.bytes_per_page")
         body.append([entry["label"], shown(size, count(size.value)), *(shown(m, percent(m.value)) for m in of(index))])
     words = [text for start, text in WORDS.items() if any(name.startswith(start) for name in methods)]
     beside = tag("div", figure(chart, *caption), tag("div", table(head, body), tag("p", *words)), class_="beside")
     return tag("div", beside, class_="case")
+
+
+def _output(row: Row, sources: Sources) -> Markup:
+    length, late = row.figure("text.tokens"), row.figure("late_queries")
+    budgets = [row.figure(f"budgets.{n}") for n in range(len(row.get("budgets")))]
+    body: list[list[object]] = []
+    for index, entry in enumerate(row.get("methods")):
+        if entry["selector"] not in OUTPUTS:
+            continue
+        size = row.figure(f"methods.{index}.bytes_per_page")
+        errors = [row.figure(f"methods.{index}.error.{n}") for n in range(len(budgets))]
+        body.append([entry["label"], shown(size, count(size.value)), *(shown(e, percent(e.value)) for e in errors)])
+    told = tag(
+        "p",
+        tag("strong", "Difference from the exact attention output, relative to its size. "),
+        f"{row.model}, ",
+        shown(length, count(length.value)),
+        f" tokens of {row.get('text.description') or row.get('text.name')}; mean over layers, heads and the last ",
+        shown(late),
+        " positions. Tail: what is not read is estimated from weights and mean values. ",
+        sources.refs((row.file,)),
+    )
+    head = ["error, by budget in tokens", "bytes a page", *(shown(budget, count(budget.value)) for budget in budgets)]
+    return tag("div", told, table(head, body), class_="case")
 
 
 def _dim_name(dim: int, value_mean: bool) -> str:
