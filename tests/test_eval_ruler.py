@@ -462,7 +462,7 @@ def test_rows_must_be_decoded_as_the_setting_says() -> None:
         (["--tasks", "qa_1"], "'qa_1' is not a list of some of niah_single_1,"),
         (["--tasks", "vt,vt"], "each once"),
         (["--lengths", "4k"], "must be a whole number from 64 to 4194304, got '4k'"),
-        (["--selectors", "quest"], "'quest' is none of dense,locks,oracle"),
+        (["--selectors", "quest"], "'quest' is none of locks,dense,oracle"),
         (["--selectors", "dense/off"], "'dense/off' is none of"),
         (["--selectors", "locks,locks"], "names one twice"),
         (["--resume"], "--resume needs --json FILE"),
