@@ -127,7 +127,7 @@ def test_bad_selectors(selector: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("source", ["text", "answers"])
+@pytest.mark.parametrize("source", ["text", pytest.param("answers", marks=pytest.mark.one_version)])
 def test_command(source: str, model_path: str, tmp_path: Path) -> None:
     """A budget that holds everything is dense but for rounding; a small one is not, and every position is decoded."""
     file = tmp_path / "agreement.json"
