@@ -288,7 +288,7 @@ class LocksAttnBackend(AttentionBackend):
             self.attend_path, self._flashinfer = AttendPath("triton", "FlashInfer could not build its kernel"), None
             logger.warning("locks: decode attends with the Triton kernel, FlashInfer could not build its own: %s", error)
 
-    def change_config(self, config: LocksConfig) -> None:
+    def _change_config(self, config: LocksConfig) -> None:
         """Decode with other settings from the next step on: for evaluation, between requests."""
         self.config = config
         if self._flashinfer is not None:

@@ -121,7 +121,7 @@ class Evaluation:
             )
         self.selector = selector
         self._heavy_hitters = HeavyHitters()
-        self._backend.change_config(config)
+        self._backend._change_config(config)
 
     def begin(self, requests: Sequence[str]) -> None:
         """A decode step of these requests is planned."""
