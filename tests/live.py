@@ -22,6 +22,9 @@ TOP = 5
 REQUEST_S = 300.0
 """Most seconds that one request may take."""
 
+SERVE = (sys.executable, "-m", "sglang.launch_server", "--device", "cpu", "--dtype", "float32", "--attention-backend", "locks")
+"""Command of a server with `locks` on a CPU; the model and further flags follow."""
+
 Candidates = list[tuple[float, int]]
 """The best next tokens, best first: (log-probability, token). Differences are those of the logits."""
 

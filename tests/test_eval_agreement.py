@@ -16,7 +16,6 @@ from locks_sglang.evaluation.agreement import (
     Method,
     cell,
     format_result,
-    geometric_means,
     prompts_of_text,
     rows_of_text,
 )
@@ -95,15 +94,6 @@ def test_statistics_of_a_cell() -> None:
     assert told["kl"]["of_oracle_interval"] == pytest.approx([2, 2])
     assert "of_oracle" not in cell(kl, same, None, seed=3)["kl"]
     assert cell(kl, same, kl / 2, seed=3) == told != cell(kl, same, kl / 2, seed=4)
-
-
-def test_geometric_means_go_over_the_cells_of_a_model() -> None:
-    def result(model: str, ratios: list[float]) -> dict[str, object]:
-        cells = [{"method": "locks", "kl": {"of_oracle": ratio}} for ratio in ratios]
-        return {"model": {"name": model}, "cells": [{"method": "oracle", "kl": {}}, *cells]}
-
-    found = geometric_means([result("a", [0.5, 2.0]), result("a", [0.25]), result("b", [1.0])])
-    assert found == {("a", "locks"): pytest.approx(0.25 ** (1 / 3)), ("b", "locks"): pytest.approx(1.0)}
 
 
 @pytest.mark.parametrize(

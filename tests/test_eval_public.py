@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live import SERVE
 
 from locks_sglang.evaluation import cli, longbench, math_problems, public
 from locks_sglang.evaluation.client import Completion, Prompt, PromptFormat
@@ -283,18 +284,7 @@ def test_what_is_missing_is_named(lm_eval: Path, tmp_path: Path, capsys: pytest.
 
 @pytest.fixture(scope="module")
 def url(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        model_path,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    command += ["--attention-backend", "locks", "--max-total-tokens", "2048"]
+    command = [*SERVE, "--model-path", model_path, "--max-total-tokens", "2048"]
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(command, log, {**os.environ, "HF_HUB_OFFLINE": "1"}, lambda phase: None) as address:
         yield address

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from live import SERVE
 
 from locks_sglang.evaluation import cli, ruler
 from locks_sglang.evaluation.client import ClientError, Completion, Prompt, PromptFormat
@@ -496,18 +497,7 @@ def test_names_on_the_command_line_are_those_of_the_code() -> None:
 def test_ruler_on_a_real_server(model_path: str, tmp_path: Path) -> None:
     """Two tasks of 512 tokens. With a budget that holds the prompt the oracle reads what dense reads, and answers alike."""
     out = tmp_path / "ruler.json"
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        model_path,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    command += ["--attention-backend", "locks", "--locks-evaluation", "on", "--max-total-tokens", "4096"]
+    command = [*SERVE, "--model-path", model_path, "--locks-evaluation", "on", "--max-total-tokens", "4096"]
     with serving(command, tmp_path / "log", {**os.environ, "HF_HUB_OFFLINE": "1"}, lambda phase: None) as url:
         asked = [sys.executable, "-m", "locks_sglang", "eval", "ruler", url, "--tasks", "niah_single_1,niah_multikey_2"]
         asked += ["--lengths", "512", "--samples", "2", "--budgets", "128,1024", "--concurrency", "4", "--json", str(out)]

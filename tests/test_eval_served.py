@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bench import LAYERS, Bench
-from live import counters, generate, server_info
+from live import SERVE, counters, generate, server_info
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from locks_sglang.config import ConfigError, LocksConfig
@@ -22,7 +21,6 @@ from locks_sglang.evaluation.switch import SwitchError, switch
 from locks_sglang.ops import PAGE_SIZE
 from locks_sglang.serving import serving
 
-COMMAND = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup", "--model-path"]
 BUDGET = 80
 """Five pages."""
 
@@ -227,17 +225,15 @@ def test_no_evaluation_unless_asked_for() -> None:
 def test_a_running_server_is_switched(model_path: str, tmp_path: Path) -> None:
     """Settings and selector are told by /server_info; a prompt is prefilled once for all of them; not while a request runs."""
     command = [
-        *COMMAND,
+        *SERVE,
+        "--model-path",
         model_path,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
         "--max-total-tokens",
         "4096",
-        "--attention-backend",
+        "--skip-server-warmup",
+        "--locks-evaluation",
+        "on",
     ]
-    command += ["locks", "--locks-evaluation", "on"]
     prompt = list(range(1000, 1600))
     with serving(command, tmp_path / "log", {**os.environ, "HF_HUB_OFFLINE": "1"}, lambda phase: None) as url:
         answers = {}

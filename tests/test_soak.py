@@ -8,7 +8,6 @@ import json
 import os
 import pydoc_data.topics
 import random
-import sys
 import threading
 import time
 import urllib.request
@@ -101,18 +100,7 @@ def test_nothing_is_lost(model_path: str, tmp_path: Path, capfd: pytest.CaptureF
     topics = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))[:40_000]
     tokens = list(AutoTokenizer.from_pretrained(model_path)(text)["input_ids"])
-    command = [
-        sys.executable,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        model_path,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-    ]
-    command += ["--attention-backend", "locks", "--locks-budget-tokens", "256", "--max-total-tokens", "5120"]
+    command = [*live.SERVE, "--model-path", model_path, "--locks-budget-tokens", "256", "--max-total-tokens", "5120"]
     command += ["--chunked-prefill-size", "256"]
     # SGLang ends itself where pages have leaked once it is idle.
     environment = {**os.environ, "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "25"}

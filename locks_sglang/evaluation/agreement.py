@@ -7,7 +7,6 @@ gave, so a position differs from its dense twin by the sparse steps of its own r
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from ..benchmarks.kernels import commit
 from ..config import load_config
 from ..inprocess import InProcessServer, Request
 from .capture import TIMEOUT_S, CaptureError, cpu_arguments
+from .results import write_results
 from .serving import ServedText, read_text
 
 ORACLE = "oracle"
@@ -227,16 +227,6 @@ def cell(kl: np.ndarray, same: np.ndarray, oracle: np.ndarray | None, seed: int)
     return told
 
 
-def geometric_means(results: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-    """By model and method, the geometric mean over all cells (text, length, budget) of its divergence over the oracle's."""
-    logs: dict[tuple[str, str], list[float]] = {}
-    for result in results:
-        for cell in result["cells"]:
-            if "of_oracle" in cell["kl"]:
-                logs.setdefault((result["model"]["name"], cell["method"]), []).append(float(np.log(cell["kl"]["of_oracle"])))
-    return {key: float(np.exp(np.mean(values))) for key, values in logs.items()}
-
-
 def start(text: ServedText, rows: int, tokens: int, dtype: str) -> InProcessServer:
     """A server in evaluation that decodes eagerly and without overlap, so that steps and tokens agree.
 
@@ -347,9 +337,7 @@ def run(given: argparse.Namespace) -> int:
         "seconds": time.monotonic() - began,
     }
     print(format_result(result))
-    if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_results(given.json, result)
     if result["invalid_pages"]:
         print(f"FAILED: {result['invalid_pages']} pages were met without a valid summary")
         return 1
